@@ -1,0 +1,19 @@
+"""Settings: defaults < TOML file < environment < flags, checked before anything else starts."""
+
+from config.engine import EngineConfig
+from config.keys import Key, KeyRing, load_keys
+from config.load import ConfigError, load
+from config.router import RouterConfig, Upstream
+from config.server import ServerConfig
+
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "Key",
+    "KeyRing",
+    "RouterConfig",
+    "ServerConfig",
+    "Upstream",
+    "load",
+    "load_keys",
+]

@@ -1,0 +1,59 @@
+"""Settings of the engine."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from config.section import Section
+
+BLOCK_SIZE = 64
+
+
+class EngineConfig(Section):
+    """What the engine serves and how much it holds. Counts are tokens unless the name says otherwise."""
+
+    model: str = "longlane-tiny"
+    """`longlane-tiny`, the checkpoint that comes with the project, or a Hugging Face directory."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a CUDA GPU when there is one."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and activations; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    max_model_len: int | None = Field(default=None, ge=BLOCK_SIZE)
+    """Longest prompt plus output; the checkpoint's own limit when not set."""
+
+    max_num_requests: int = Field(default=8, ge=1, le=64)
+    """Requests that run at once."""
+
+    kv_cache_tokens: int | None = Field(default=None, ge=BLOCK_SIZE)
+    """Tokens that the KV cache holds for all requests together; `max_model_len` when not set."""
+
+    max_queued_requests: int = Field(default=64, ge=0)
+    """Requests that may wait; more are refused with 503."""
+
+    max_queued_tokens: int = Field(default=1_048_576, ge=0)
+    """Prompt tokens that may wait in all; more are refused with 503."""
+
+    prefill_chunk: int = Field(default=512, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
+    """Prompt tokens computed in one step; decoding requests get a token between two chunks."""
+
+    num_drafts: int = Field(default=3, ge=0, le=7)
+    """Tokens that MTP proposes per step; 0 turns speculation off. Never changes what is generated at temperature 0."""
+
+    hang_timeout_s: float = Field(default=300.0, gt=0)
+    """The engine process is replaced when one step takes longer than this."""
+
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine process; every core when not set."""
+
+    @model_validator(mode="after")
+    def _cache_holds_one_request(self) -> Self:
+        longest, held = self.max_model_len, self.kv_cache_tokens
+        if longest is not None and held is not None and held < longest:
+            raise ValueError(
+                f"kv_cache_tokens {held} is less than max_model_len {longest}: "
+                "one request of full length would never be admitted"
+            )
+        return self

@@ -1,0 +1,100 @@
+"""Settings of the gateway."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from config.loopback import is_loopback
+from config.section import Section
+
+Lane = Literal["long", "short"]
+
+
+class Upstream(Section):
+    """One OpenAI-compatible server behind the gateway."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    url: str
+    """Base URL without `/v1`."""
+
+    lane: Lane
+    key: SecretStr | None = None
+    """Bearer key that the gateway presents to this upstream."""
+
+    models: tuple[str, ...] = ()
+    """Model names it serves; read from its `/v1/models` when empty."""
+
+    heartbeats: bool = False
+    """The upstream sends none of its own, so the gateway puts comments between its events."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_base_url(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} must start with http:// or https://")
+        return url.rstrip("/").removesuffix("/v1")
+
+
+class RouterConfig(Section):
+    """Where the gateway listens, its upstreams and how it chooses between them."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    admin_host: str = "127.0.0.1"
+    admin_port: int = Field(default=8002, ge=0, le=65535)
+    """`/metrics` stands here, apart from the port that clients reach."""
+
+    long_url: str = "http://127.0.0.1:8001"
+    """The engine's server; used when `upstreams` is empty."""
+
+    long_key: SecretStr | None = None
+    vllm_url: str | None = None
+    """An external vLLM for the short lane; without one the short lane falls back to the long lane's engine."""
+
+    vllm_key: SecretStr | None = None
+    upstreams: tuple[Upstream, ...] = ()
+    """Any number of upstreams, in place of `long_url` and `vllm_url`."""
+
+    keys_file: Path | None = None
+    """TOML file of hashed API keys. Without one the gateway listens on loopback only and accepts any key."""
+
+    gateway_secret: SecretStr | None = None
+    """Sent to the engine's server so that it trusts the tenant header."""
+
+    long_prompt_tokens: int = Field(default=8_192, ge=1)
+    """Estimated prompt tokens from which a request takes the long lane."""
+
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    first_byte_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for an upstream's response headers."""
+
+    idle_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest silence of an upstream in the middle of a response."""
+
+    health_interval_s: float = Field(default=2.0, gt=0)
+    heartbeat_s: float = Field(default=10.0, gt=0, le=10)
+    drain_s: float = Field(default=30.0, ge=0)
+    workers: int = 1
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.workers != 1:
+            raise ValueError("workers must be 1: run more gateways behind one address instead")
+        if self.keys_file is None and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} is not loopback: set keys_file, or listen on 127.0.0.1")
+        names = [upstream.name for upstream in self.upstreams]
+        if len(set(names)) != len(names):
+            raise ValueError(f"upstream names must differ: {', '.join(sorted(names))}")
+        return self
+
+    def resolved_upstreams(self) -> tuple[Upstream, ...]:
+        """`upstreams`, or the pair that `long_url` and `vllm_url` stand for."""
+        if self.upstreams:
+            return self.upstreams
+        long = Upstream(name="engine", url=self.long_url, lane="long", key=self.long_key)
+        if self.vllm_url is None:
+            return (long,)
+        return (long, Upstream(name="vllm", url=self.vllm_url, lane="short", key=self.vllm_key, heartbeats=True))

@@ -1,0 +1,44 @@
+"""The engine's public face: tokens in, tokens out. Importing it does not import torch."""
+
+from engine.client import Engine, EngineClient
+from engine.errors import (
+    CapacityError,
+    CheckpointError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    SamplingError,
+    UnavailableError,
+)
+from engine.request import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ContextLengthError",
+    "Engine",
+    "EngineClient",
+    "EngineDiedError",
+    "EngineError",
+    "EngineInfo",
+    "EngineStats",
+    "FinishReason",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "SamplingError",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprob",
+    "UnavailableError",
+]

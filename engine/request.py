@@ -1,0 +1,101 @@
+"""What goes into the engine and what comes out: plain data, no torch, no text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Neutral values mean off; the server fills in a checkpoint's own defaults.
+
+    max_tokens          at most this many output tokens
+    temperature         0 is greedy
+    top_k               0 is off
+    logprobs            None: none; n: the chosen token's and the n most likely ones', of the distribution before
+                        temperature and truncation
+    stop_token_ids      the token that stops is not part of the output
+    min_tokens          stop ids are not sampled before this many output tokens
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. The salt keeps tenants' cached prefixes apart."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an output token and of the most likely ones at its position, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step added to a request.
+
+    token_ids           new output tokens; several when drafts were accepted, none when only the reason is new
+    logprobs            one per token when asked for, else empty
+    finish_reason       set in the last event
+    num_cached_tokens   prompt tokens that were not computed again
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine serves; the server shows it and checks requests against it."""
+
+    checkpoint_dir: str
+    max_model_len: int
+    vocab_size: int
+    device: str
+    num_drafts: int
+    max_num_requests: int
+    kv_cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and counters since start, sent along with the events of a step."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    num_aborted: int = 0

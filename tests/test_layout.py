@@ -1,0 +1,117 @@
+"""The import arrows of the project, kept as a test because Python has no linker."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENGINE_LINES = 9_000
+
+# part -> the parts of this repository that it may import; the longest match owns a file
+ARROWS = {
+    "config": set(),
+    "engine/ops": set(),
+    "engine/layers": {"engine/ops"},
+    "engine/models": {"engine/layers", "engine/ops", "engine/errors", "engine/batch", "config"},
+    "engine/cache": {"engine/ops", "engine/request", "engine/errors", "engine/models/config", "config"},
+    "engine/models/config": {"engine/errors"},
+    "engine/errors": set(),
+    "engine/request": set(),
+    "engine/batch": set(),
+    "engine/scheduler": {"engine/request", "engine/errors", "engine/cache", "config"},
+    "engine/planner": {"engine/models", "engine/errors", "config"},
+    "engine/embedded": {"engine", "engine/models", "engine/models/config", "engine/request", "engine/errors", "config"},
+    "engine": {
+        "engine/ops",
+        "engine/layers",
+        "engine/models",
+        "engine/models/config",
+        "engine/cache",
+        "engine/scheduler",
+        "engine/planner",
+        "engine/request",
+        "engine/errors",
+        "engine/batch",
+        "config",
+    },
+    "server": {"engine", "config"},
+    "router": {"config"},
+}
+NO_TORCH = [
+    "engine/__init__",
+    "engine/client",
+    "engine/request",
+    "engine/errors",
+    "engine/scheduler",
+    "engine/planner",
+    "engine/cache/block_pool",
+    "engine/cache/prefix_cache",
+    "engine/models/config",
+    "server",
+    "router",
+    "config",
+]
+
+
+def owner(path: str) -> str | None:
+    return max((part for part in ARROWS if path == part or path.startswith(part + "/")), key=len, default=None)
+
+
+def python_files():
+    for top in ("config", "engine", "server", "router"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            yield file, file.relative_to(ROOT).with_suffix("").as_posix()
+
+
+def imports(file: Path):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} relative import"
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+
+
+def test_arrows():
+    for file, path in python_files():
+        part = owner(path)
+        for line, module in imports(file):
+            target = owner(module.replace(".", "/"))
+            assert target in {None, part, *ARROWS[part]}, f"{file}:{line} {part} -> {module}"
+            if part in {"server", "router"} and target and target.startswith("engine"):
+                assert module == "engine", f"{file}:{line} imports past the engine's face"
+
+
+@pytest.mark.parametrize("path", NO_TORCH)
+def test_deciding_code_has_no_torch(path):
+    for file, name in python_files():
+        if name == path or name.startswith(path + "/"):
+            heads = {module.split(".")[0] for _, module in imports(file)}
+            assert not {"torch", "triton"} & heads, file
+
+
+def test_files_have_no_import_cycle():
+    names = {path.replace("/", ".").removesuffix(".__init__"): file for file, path in python_files()}
+    graph = {name: {module for _, module in imports(file) if module in names} for name, file in names.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "import cycle: " + " -> ".join([*trail[trail.index(name) :], name])
+        if name not in done:
+            for target in sorted(graph[name] - {name}):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_engine_stays_small():
+    lines = sum(
+        len(file.read_text().splitlines())
+        for file, path in python_files()
+        if path.startswith("engine/") and not path.startswith("engine/embedded/")
+    )
+    assert lines <= ENGINE_LINES
