@@ -1,0 +1,29 @@
+"""One layer of the decoder."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.layers.attention import GatedAttention
+from engine.layers.gated_delta_net import GatedDeltaNet
+from engine.layers.mlp import Mlp
+from engine.layers.moe import SparseMoe
+from engine.layers.norm import RMSNorm
+from engine.layers.rows import Rows
+from engine.ops.delta_state import DeltaState
+from engine.ops.paged_kv import PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """x += mixer(norm(x));  x += feed_forward(norm(x))"""
+
+    mixer_norm: RMSNorm
+    mixer: GatedAttention | GatedDeltaNet
+    feed_forward_norm: RMSNorm
+    feed_forward: Mlp | SparseMoe
+
+    def __call__(self, x: torch.Tensor, rows: Rows, memory: PagedKV | DeltaState) -> torch.Tensor:
+        """memory  the KV cache or the state of this layer, as its mixer needs"""
+        x = x + self.mixer(self.mixer_norm(x), rows, memory)
+        return x + self.feed_forward(self.feed_forward_norm(x))

@@ -1,0 +1,30 @@
+"""What the layers of one pass share."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of several requests: where their angles, keys, values and states are.
+
+    cos, sin      [rows, rotated pairs] fp32
+    query_starts  [requests + 1] int32
+    context_lens  [requests] int32
+    block_tables  [requests, blocks] int32
+    slot_mapping  [rows] int64
+    state_slots   [requests] int64
+    num_accepted  [requests] int32
+    commits       whether the rows advance the Gated DeltaNet state at once
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    state_slots: torch.Tensor
+    num_accepted: torch.Tensor
+    commits: bool

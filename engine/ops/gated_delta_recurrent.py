@@ -1,0 +1,80 @@
+"""The gated delta rule, row by row, leaving the rows pending beside the state."""
+
+import torch
+
+from engine.ops.delta_state import DeltaState
+from engine.ops.gated_delta_fold import write
+from engine.ops.ragged import lengths, pad_rows, unpad_rows
+
+
+def gated_delta_recurrent(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_alpha: torch.Tensor,
+    beta: torch.Tensor,
+    memory: DeltaState,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor,
+) -> torch.Tensor:
+    """S = alpha S;  u = beta (v - S k);  S = S + u kT;  o = S q / sqrt(key_dim), from the slot's committed state.
+
+    query, key       [rows, key_heads, key_dim]  of unit length; value head j uses key head j // (heads / key_heads)
+    value            [rows, value_heads, value_dim]
+    log_alpha, beta  [rows, value_heads]
+    return           [rows, value_heads, value_dim]
+    writes           pending_key, pending_u and pending_alpha of each slot's first rows; not the state
+    bounds           at most MAX_PENDING_ROWS rows per request
+    """
+    return gated_delta_recurrent_reference(query, key, value, log_alpha, beta, memory, state_slots, query_starts)
+
+
+def gated_delta_recurrent_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_alpha: torch.Tensor,
+    beta: torch.Tensor,
+    memory: DeltaState,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor,
+) -> torch.Tensor:
+    num_rows = lengths(query_starts)
+    query, key, value, log_alpha, beta = (pad_rows(x, num_rows) for x in (query, key, value, log_alpha, beta))
+    alpha = log_alpha.exp()
+    output, u = recur(query, key, value, alpha, beta, _slots_of(memory.state, state_slots))
+    for pending, rows in ((memory.pending_key, key), (memory.pending_u, u), (memory.pending_alpha, alpha)):
+        pending[state_slots, : rows.shape[1]] = rows.to(pending.dtype)
+    return unpad_rows(output, num_rows)
+
+
+def recur(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and u of [requests, rows, ...] from state [requests, heads, value_dim, key_dim], which is not written."""
+    rows, group = query.shape[1], value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(group, dim=2) for x in (query * query.shape[-1] ** -0.5, key))
+    # both products of a row in one reading of the state: o = alpha S q + u (k . q)
+    both = torch.stack([key, query], dim=-1)
+    overlap = (key * query).sum(-1, keepdim=True)
+    outputs, written = [], []
+    for t in range(rows):
+        seen, read = (torch.matmul(state, both[:, t]) * alpha[:, t, :, None, None]).unbind(-1)
+        u = beta[:, t, :, None] * (value[:, t] - seen)
+        outputs.append(read + u * overlap[:, t])
+        written.append(u)
+        if t + 1 < rows:
+            state = write(state, alpha[:, t], u, key[:, t])
+    return torch.stack(outputs, dim=1), torch.stack(written, dim=1)
+
+
+def _slots_of(state: torch.Tensor, state_slots: torch.Tensor) -> torch.Tensor:
+    if len(state_slots) > 1:
+        return state[state_slots]
+    slot = int(state_slots)
+    return state[slot : slot + 1]

@@ -1,0 +1,18 @@
+"""The gate of a SwiGLU feed-forward."""
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """y = silu(gate) * up, where x = [gate | up] along the last dimension
+
+    x       [..., 2 * width]
+    return  [..., width]  dtype of x
+    """
+    return silu_mul_reference(x)
+
+
+def silu_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
