@@ -2,8 +2,8 @@
 
 from config.engine import EngineConfig
 from config.keys import Key, KeyRing, load_keys
-from config.load import ConfigError, load
-from config.router import RouterConfig, Upstream
+from config.load import ConfigError, load, usage
+from config.router import Lane, RouterConfig, Upstream
 from config.server import ServerConfig
 
 __all__ = [
@@ -11,9 +11,11 @@ __all__ = [
     "EngineConfig",
     "Key",
     "KeyRing",
+    "Lane",
     "RouterConfig",
     "ServerConfig",
     "Upstream",
     "load",
     "load_keys",
+    "usage",
 ]

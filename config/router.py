@@ -45,6 +45,9 @@ class RouterConfig(Section):
     admin_port: int = Field(default=8002, ge=0, le=65535)
     """`/metrics` stands here, apart from the port that clients reach."""
 
+    admin_token: SecretStr | None = None
+    """Bearer token of the admin port; needed where `admin_host` is not loopback."""
+
     long_url: str = "http://127.0.0.1:8001"
     """The engine's server; used when `upstreams` is empty."""
 
@@ -66,17 +69,40 @@ class RouterConfig(Section):
     """Estimated prompt tokens from which a request takes the long lane."""
 
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    """Largest request body; counted while it is read."""
+
     connect_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest wait for a connection to an upstream."""
+
     first_byte_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for an upstream's response headers."""
+
+    answer_timeout_s: float = Field(default=3600.0, gt=0)
+    """The same for a request that is not streamed: its headers come when the answer is complete."""
+
+    pool_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest wait for one of `max_connections`."""
+
+    max_connections: int = Field(default=4096, ge=1)
+    """Connections to all upstreams together."""
+
+    send_timeout_s: float = Field(default=60.0, gt=0)
+    """A stream whose client takes no byte for this long is aborted."""
 
     idle_timeout_s: float = Field(default=120.0, gt=0)
     """Longest silence of an upstream in the middle of a response."""
 
     health_interval_s: float = Field(default=2.0, gt=0)
+    """Time between two health checks of an upstream."""
+
     heartbeat_s: float = Field(default=10.0, gt=0, le=10)
+    """Longest silence of a stream whose upstream is marked `heartbeats`."""
+
     drain_s: float = Field(default=30.0, ge=0)
+    """After SIGTERM, the time that requests in flight have to finish."""
+
     workers: int = 1
+    """Always 1: one gateway is one process."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
@@ -85,6 +111,8 @@ class RouterConfig(Section):
             raise ValueError("workers must be 1: run more gateways behind one address instead")
         if self.keys_file is None and not is_loopback(self.host):
             raise ValueError(f"host {self.host} is not loopback: set keys_file, or listen on 127.0.0.1")
+        if self.admin_token is None and not is_loopback(self.admin_host):
+            raise ValueError(f"admin_host {self.admin_host} is not loopback: set admin_token, or listen on 127.0.0.1")
         names = [upstream.name for upstream in self.upstreams]
         if len(set(names)) != len(names):
             raise ValueError(f"upstream names must differ: {', '.join(sorted(names))}")

@@ -1,0 +1,71 @@
+"""The admin port: metrics and state, apart from what clients reach."""
+
+import hmac
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from router.app import Gateway
+from router.auth import check_local_host
+from router.errors import AuthError, GatewayError, error_response
+
+
+def admin_app(gateway: Gateway) -> Starlette:
+    """With `admin_token` a bearer token is needed, without one a local Host header."""
+    token = gateway.config.admin_token
+
+    def guard(request: Request) -> None:
+        if token is None:
+            check_local_host(request.headers)
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), token.get_secret_value().encode()):
+            raise AuthError("the admin port needs `Authorization: Bearer TOKEN` with admin_token")
+
+    def metrics(request: Request) -> Response:
+        guard(request)
+        return Response(generate_latest(gateway.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def state(request: Request) -> Response:
+        guard(request)
+        return JSONResponse({"upstreams": [_state(worker) for worker in gateway.workers.values()]})
+
+    def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    def ready(request: Request) -> Response:
+        is_ready = gateway.is_ready()
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    routes = [Route(f"/{view.__name__}", _async(view)) for view in (metrics, state, health, ready)]
+    return Starlette(routes=routes, exception_handlers={GatewayError: _refuse})
+
+
+def _async(view: Any) -> Any:
+    # a plain function would run in a thread, beside the gateway's own loop
+    async def endpoint(request: Request) -> Response:
+        return view(request)
+
+    return endpoint
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    status, headers, body = error_response(error, "admin", "")
+    return Response(body, status, headers)
+
+
+def _state(worker: Any) -> dict[str, Any]:
+    return {
+        "name": worker.name,
+        "url": worker.upstream.url,
+        "lane": worker.upstream.lane,
+        "healthy": worker.health.healthy,
+        "reason": worker.health.reason,
+        "in_flight": worker.in_flight,
+        "models": list(worker.cards or ()),
+    }

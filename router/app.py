@@ -1,0 +1,215 @@
+"""The gateway as an ASGI application: who calls, what is asked, which lane, then the answer passes through."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from config import Key, RouterConfig
+from router import lane, route
+from router.ask import Ask, read_ask, text_bytes
+from router.auth import ANYONE, Auth
+from router.errors import (
+    ClientGoneError,
+    ForbiddenError,
+    GatewayError,
+    MediaTypeError,
+    MethodError,
+    ModelNotFoundError,
+    RequestError,
+)
+from router.exchange import Exchange
+from router.guard import guarded
+from router.health import HealthChecks
+from router.lane import Decision, LaneMemory, TokenRatio, Wish
+from router.metrics import Metrics
+from router.models import allowed_lanes, list_models
+from router.proxy import Call, Proxy
+from router.route import Route
+from router.transport import Transport
+from router.worker import Worker
+
+_log = logging.getLogger("longlane.router")
+_access = logging.getLogger("longlane.router.access")
+
+
+class Gateway:
+    """Everything it needs is built here and started by the server's lifespan."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.workers = {upstream.name: Worker(upstream) for upstream in config.resolved_upstreams()}
+        self.metrics = Metrics()
+        self._auth = Auth(config.keys_file)
+        self._memory = LaneMemory()
+        self._ratio = TokenRatio()
+        self._transport = Transport(config)
+        self._health = HealthChecks(config, self.workers.values(), self._transport, self.metrics)
+        self._proxy = Proxy(config, self.workers, self._transport, self.metrics, self._memory, self._ratio)
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await self._serve(Exchange(scope, receive, send))
+
+    def is_ready(self) -> bool:
+        return any(worker.health.healthy for worker in self.workers.values())
+
+    async def _lifespan(self, receive: Any, send: Any) -> None:
+        await receive()
+        self._say_start()
+        checks = asyncio.ensure_future(self._health.run())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        checks.cancel()
+        await asyncio.gather(checks, return_exceptions=True)
+        await self._transport.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _say_start(self) -> None:
+        candidates = [worker.candidate() for worker in self.workers.values()]
+        for one in lane.LANES:
+            if lane.is_fallback(one, candidates):
+                names = ", ".join(self.workers)
+                _log.info("no upstream is configured for the %s lane: it falls back to %s", one, names)
+        if self.config.keys_file is None:
+            _log.info("no keys are configured: any key is accepted, from this machine only")
+
+    async def _serve(self, exchange: Exchange) -> None:
+        with self.metrics.open_requests.track_inprogress():
+            try:
+                await self._answer_or_refuse(exchange)
+            except ClientGoneError:
+                exchange.notes["client_gone"] = True
+                self.metrics.client_gone.inc()
+            finally:
+                self._note(exchange)
+
+    async def _answer_or_refuse(self, exchange: Exchange) -> None:
+        try:
+            await self._answer(exchange)
+        except GatewayError as error:
+            await exchange.refuse(error)
+        except ClientGoneError:
+            raise
+        except Exception:
+            _log.exception("request %s failed inside the gateway", exchange.request_id)
+            if exchange.status is None:
+                await exchange.refuse(GatewayError("the gateway failed on this request; its log says why"))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if exchange.method == "GET" and exchange.path in ("/health", "/ready"):
+            await self._tell_health(exchange)
+            return
+        key = self._auth.identify(exchange.headers)
+        exchange.notes["key"] = key.name if key else ANYONE
+        asked = route.parse(exchange.path)
+        if asked.api == "models":
+            await self._tell_models(exchange, asked, key)
+            return
+        if exchange.method != "POST":
+            raise MethodError(f"{exchange.path} takes POST, not {exchange.method}")
+        await self._forward(exchange, asked, key)
+
+    async def _forward(self, exchange: Exchange, asked: Route, key: Key | None) -> None:
+        has_json = _check_media_type(exchange, asked, key)
+        body = await exchange.read_body(self.config.max_body_bytes)
+        tenant = key.name if key else ANYONE
+        if has_json:
+            ask = read_ask(body, exchange.headers.get("x-session-id"), tenant)
+        else:
+            ask = Ask(text_bytes=text_bytes(body))
+        decision = self._decide(ask, asked, key)
+        exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
+        self.metrics.decisions.labels(decision.lane, decision.reason).inc()
+        call = Call(exchange, asked, ask, decision, body, tenant)
+        await guarded(self._proxy.forward(call), _leave_with(exchange))
+
+    def _decide(self, ask: Ask, asked: Route, key: Key | None) -> Decision:
+        if key and key.models and ask.model is None:
+            raise RequestError(f"model is required; this key may use: {', '.join(key.models)}", "model")
+        wish = Wish(
+            model=ask.model,
+            prompt_tokens=self._ratio.estimate(ask.text_bytes, ask.model),
+            lane=asked.lane,
+            lanes=allowed_lanes(key.lanes) if key else lane.LANES,
+            models=key.models if key else (),
+            last_lane=self._memory.recall(ask.conversation),
+        )
+        candidates = [worker.candidate() for worker in self.workers.values()]
+        return lane.choose(wish, candidates, self.config.long_prompt_tokens)
+
+    async def _tell_health(self, exchange: Exchange) -> None:
+        if exchange.path == "/health":
+            await _respond_json(exchange, 200, {"status": "ok"})
+        elif self.is_ready():
+            await _respond_json(exchange, 200, {"status": "ready"})
+        else:
+            away = {worker.name: worker.health.reason for worker in self.workers.values()}
+            await _respond_json(exchange, 503, {"status": "not ready", "upstreams": away})
+
+    async def _tell_models(self, exchange: Exchange, asked: Route, key: Key | None) -> None:
+        if exchange.method != "GET":
+            raise MethodError(f"{exchange.path} takes GET, not {exchange.method}")
+        lanes = allowed_lanes(key.lanes) if key else lane.LANES
+        if asked.lane and asked.lane not in lanes:
+            raise ForbiddenError(f"this key may not use the {asked.lane} lane; it may use: {', '.join(lanes)}")
+        cards = list_models(self.workers.values(), asked.lane, lanes, key.models if key else ())
+        if asked.path == "/v1/models":
+            await _respond_json(exchange, 200, {"object": "list", "data": cards})
+            return
+        name = asked.path.removeprefix("/v1/models/")
+        found = next((card for card in cards if card["id"] == name), None)
+        if found is None:
+            raise ModelNotFoundError(name, tuple(card["id"] for card in cards))
+        await _respond_json(exchange, 200, found)
+
+    def _note(self, exchange: Exchange) -> None:
+        seconds = time.perf_counter() - exchange.started_at
+        chosen = exchange.notes.get("lane", "none")
+        self.metrics.requests.labels(chosen, exchange.api, str(exchange.status or 0)).inc()
+        if chosen != "none":
+            self.metrics.duration.labels(chosen).observe(seconds)
+            if exchange.first_byte_at is not None:
+                self.metrics.first_byte.labels(chosen).observe(exchange.first_byte_at - exchange.started_at)
+        if exchange.path not in ("/health", "/ready"):
+            _access.info("request", extra={"fields": _access_fields(exchange, seconds)})
+
+
+def _check_media_type(exchange: Exchange, asked: Route, key: Key | None) -> bool:
+    """True for JSON. A foreign web page cannot send JSON unasked, and a model limit can be kept only in JSON."""
+    encoding = exchange.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise MediaTypeError(f"content-encoding {encoding} is not accepted: send the body as it is")
+    given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given == "application/json":
+        return True
+    if asked.path.startswith("/v1/audio/") and key is not None and not key.models:
+        return False
+    raise MediaTypeError(f"content-type {given!r} is not accepted: send application/json")
+
+
+async def _leave_with(exchange: Exchange) -> None:
+    await exchange.disconnected()
+    raise ClientGoneError
+
+
+async def _respond_json(exchange: Exchange, status: int, value: Any) -> None:
+    await exchange.respond(status, {"content-type": "application/json"}, json.dumps(value).encode())
+
+
+def _access_fields(exchange: Exchange, seconds: float) -> dict[str, Any]:
+    first = exchange.first_byte_at
+    return {
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "path": exchange.path[:200],
+        "status": exchange.status,
+        "first_byte_ms": round(1000 * (first - exchange.started_at), 1) if first else None,
+        "duration_ms": round(1000 * seconds, 1),
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+    } | exchange.notes

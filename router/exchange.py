@@ -1,0 +1,91 @@
+"""One request and its answer on the client's side: the ASGI callables, and what the log will say."""
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from router.errors import BodyTooLargeError, ClientGoneError, GatewayError, RequestError, error_response
+from router.route import api_of
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Exchange:
+    """Reads the request's body once, writes one response, and remembers what happened."""
+
+    def __init__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: str = scope["query_string"].decode("latin-1")
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.api = api_of(self.path)
+        self.request_id = self._request_id()
+        self.started_at = time.perf_counter()
+        self.first_byte_at: float | None = None
+        self.status: int | None = None
+        self.has_ended = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.notes: dict[str, Any] = {}
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Raises BodyTooLargeError while the body is still coming, ClientGoneError."""
+        too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+        if _declared(self.headers.get("content-length")) > max_bytes:
+            raise too_large
+        parts = []
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            self.bytes_in += len(parts[-1])
+            if self.bytes_in > max_bytes:
+                raise too_large
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def disconnected(self) -> None:
+        """Returns when the client is gone. Only after the body is read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        self.first_byte_at = time.perf_counter()
+        fields = {**headers, "x-request-id": self.request_id}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def send(self, body: bytes) -> None:
+        self.bytes_out += len(body)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        self.bytes_out += len(body)
+        self.has_ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        await self.start(status, {**headers, "content-length": str(len(body))})
+        await self.end(body)
+
+    async def refuse(self, error: GatewayError) -> None:
+        self.notes["error"] = error.code or error.type
+        await self.respond(*error_response(error, self.api, self.request_id))
+
+    def _request_id(self) -> str:
+        given = self.headers.get("x-request-id", "")
+        return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _declared(length: str | None) -> int:
+    if length is None:
+        return 0
+    if not length.isdecimal():
+        raise RequestError("content-length is not a number")
+    return int(length)

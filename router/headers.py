@@ -1,0 +1,52 @@
+"""Which headers pass, in both directions: a list of what may, so that nothing unknown does."""
+
+from collections.abc import Mapping
+
+from config import Upstream
+
+TO_UPSTREAM = (
+    "content-type",
+    "accept",
+    "user-agent",
+    "traceparent",
+    "tracestate",
+    "anthropic-version",
+    "anthropic-beta",
+    "x-session-id",
+    "x-stainless-retry-count",
+)
+TO_CLIENT = (
+    "content-type",
+    "content-encoding",
+    "cache-control",
+    "x-accel-buffering",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "openai-processing-ms",
+)
+# trusted by the engine's server only beside the shared secret
+TENANT = "x-longlane-tenant"
+SECRET = "x-longlane-secret"
+UNBUFFERED = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+
+
+def upstream_headers(
+    client: Mapping[str, str], upstream: Upstream, request_id: str, tenant: str, secret: str | None
+) -> dict[str, str]:
+    """The client's key is never among them; the upstream's own key is put in.
+
+    tenant, secret  sent to the engine's server only, and only where a secret is configured
+    """
+    headers = {name: client[name] for name in TO_UPSTREAM if name in client}
+    # a compressed stream could not be cut into events
+    headers |= {"accept-encoding": "identity", "x-request-id": request_id}
+    if upstream.key is not None:
+        headers["authorization"] = f"Bearer {upstream.key.get_secret_value()}"
+    if secret is not None and upstream.lane == "long":
+        headers |= {SECRET: secret, TENANT: tenant}
+    return headers
+
+
+def client_headers(upstream: Mapping[str, str]) -> dict[str, str]:
+    return {name: upstream[name] for name in TO_CLIENT if name in upstream}

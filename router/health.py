@@ -1,0 +1,119 @@
+"""Active checks of the upstreams: is it ready, and which models does it serve."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+
+from config import RouterConfig
+from router.errors import GatewayError
+from router.metrics import Metrics
+from router.transport import Transport
+from router.worker import Worker, judge
+
+# asked in this order until one of them exists
+CHECK_PATHS = ("/ready", "/health", "/v1/models")
+MODELS_EVERY = 15
+_READ_BYTES = 4 * 1024 * 1024
+_log = logging.getLogger("longlane.router")
+
+
+class CheckError(Exception):
+    """The upstream answered, but not that it is well."""
+
+
+class HealthChecks:
+    """Checks every worker in a loop of its own, so that one that hangs delays no other."""
+
+    def __init__(self, config: RouterConfig, workers: Iterable[Worker], transport: Transport, metrics: Metrics):
+        self._config = config
+        self._workers = tuple(workers)
+        self._transport = transport
+        self._metrics = metrics
+        self._paths = {worker.name: 0 for worker in self._workers}
+        self._rounds = {worker.name: 0 for worker in self._workers}
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._watch(worker) for worker in self._workers))
+
+    async def check(self, worker: Worker) -> None:
+        was_healthy = worker.health.healthy
+        try:
+            await self._probe(worker)
+        except (GatewayError, CheckError) as error:
+            worker.health = judge(worker.health, False, str(error))
+        else:
+            worker.health = judge(worker.health, True, "ready")
+        is_healthy = worker.health.healthy
+        self._metrics.healthy.labels(worker.name, worker.upstream.lane).set(bool(is_healthy))
+        if is_healthy != was_healthy:
+            # the next check reads the models anew: what came back may serve others
+            self._rounds[worker.name] = 0 if not is_healthy else self._rounds[worker.name]
+            word = "is ready" if is_healthy else f"is away: {worker.health.reason}"
+            _log.info("upstream %s (%s lane) %s", worker.name, worker.upstream.lane, word)
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await self.check(worker)
+            await asyncio.sleep(self._config.health_interval_s)
+
+    async def _probe(self, worker: Worker) -> None:
+        path = CHECK_PATHS[self._paths[worker.name]]
+        status, body = await self._get(worker, path)
+        if status == 404 and path != CHECK_PATHS[-1]:
+            self._paths[worker.name] += 1
+            await self._probe(worker)
+            return
+        if status >= 400:
+            raise CheckError(f"answers {status} on {path}{_message(body)}")
+        if self._rounds[worker.name] % MODELS_EVERY == 0:
+            worker.cards = await self._models(worker)
+        self._rounds[worker.name] += 1
+
+    async def _models(self, worker: Worker) -> dict[str, dict[str, Any]]:
+        status, body = await self._get(worker, "/v1/models")
+        if status != 200:
+            raise CheckError(f"answers {status} on /v1/models{_message(body)}")
+        cards = body.get("data") if isinstance(body, dict) else None
+        if not isinstance(cards, list):
+            raise CheckError("its /v1/models is no list of models")
+        return {card["id"]: card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}
+
+    async def _get(self, worker: Worker, path: str) -> tuple[int, Any]:
+        key = worker.upstream.key
+        headers = {"accept-encoding": "identity"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key.get_secret_value()}"
+        timeout_s = self._config.connect_timeout_s
+        response = await self._transport.open(worker.name, "GET", worker.upstream.url + path, headers, b"", timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return response.status_code, await self._json(worker, response)
+        except TimeoutError as error:
+            raise CheckError(f"did not finish its answer on {path}") from error
+        finally:
+            await self._transport.close(response)
+
+    async def _json(self, worker: Worker, response: httpx.Response) -> Any:
+        body = b""
+        async for chunk in self._transport.chunks(worker.name, response):
+            body += chunk
+            if len(body) > _READ_BYTES:
+                raise CheckError("its answer is too large")
+        try:
+            return json.loads(body)
+        except ValueError:
+            # some answer a health check with an empty or a plain body
+            return None
+
+
+def _message(body: Any) -> str:
+    """What an error body says, in whatever of the usual shapes."""
+    if not isinstance(body, dict):
+        return ""
+    error = body.get("error")
+    text = error.get("message") if isinstance(error, dict) else body.get("reason") or body.get("status")
+    return f": {text}" if isinstance(text, str) else ""

@@ -1,0 +1,174 @@
+"""Which lane a request takes, and why: plain data in, a Decision out."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from config import Lane
+from router.errors import ForbiddenError, ModelNotFoundError
+
+LANES: tuple[Lane, ...] = ("long", "short")
+Reason = Literal["path", "key", "model", "limit", "conversation", "length"]
+
+# a conversation leaves the long lane only well below the length that took it there
+STAY_LONG = 0.5
+_DEFAULT_BYTES_PER_TOKEN = 3.8
+_LEARNING_RATE = 0.1
+_LEAST_LEARNABLE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An upstream as the lane rule sees it.
+
+    models  name -> max_model_len, None where the upstream does not tell; None while its models are not yet known
+    """
+
+    name: str
+    lane: Lane
+    models: Mapping[str, int | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one request asks of the lane rule. Lanes and models are those that its key may use; no models: all."""
+
+    model: str | None
+    prompt_tokens: int
+    lane: Lane | None = None
+    lanes: tuple[Lane, ...] = LANES
+    models: tuple[str, ...] = ()
+    last_lane: Lane | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The lane taken, the reason, and the names of upstreams: of the lane, then of the other one as `spares`."""
+
+    lane: Lane
+    reason: Reason
+    prompt_tokens: int
+    workers: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+    is_fallback: bool = False
+
+
+def choose(wish: Wish, candidates: Sequence[Candidate], long_prompt_tokens: int) -> Decision:
+    """Path, else the only lane that the key may use or that serves the model, else the conversation's, else length.
+
+    raises  ForbiddenError, ModelNotFoundError
+    """
+    if wish.lane is not None and wish.lane not in wish.lanes:
+        raise ForbiddenError(f"this key may not use the {wish.lane} lane; it may use: {', '.join(wish.lanes)}")
+    asked = (wish.lane,) if wish.lane else wish.lanes
+    reached = {lane: lane_members(lane, candidates) for lane in asked}
+    serving = _serving(wish, [one for one in candidates if any(one in members for members in reached.values())])
+    fitting = _fitting(wish, serving)
+    by_lane = {lane: [one.name for one in reached[lane] if one in fitting] for lane in asked}
+    open_lanes = [lane for lane in asked if by_lane[lane]]
+    lane, reason = _pick(wish, open_lanes, len(fitting) < len(serving), long_prompt_tokens)
+    others = [name for other in open_lanes if other != lane for name in by_lane[other]]
+    return Decision(
+        lane,
+        reason,
+        wish.prompt_tokens,
+        tuple(by_lane[lane]),
+        tuple(name for name in others if name not in by_lane[lane]),
+        is_fallback=is_fallback(lane, candidates),
+    )
+
+
+def lane_members(lane: Lane, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Upstreams of a lane; every upstream where none is configured for it."""
+    everyone = list(candidates)
+    return [one for one in everyone if one.lane == lane] or everyone
+
+
+def is_fallback(lane: Lane, candidates: Iterable[Candidate]) -> bool:
+    return all(candidate.lane != lane for candidate in candidates)
+
+
+def model_names(candidates: Iterable[Candidate], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    names = {name for one in candidates for name in one.models or ()}
+    return tuple(sorted(name for name in names if not allowed or name in allowed))
+
+
+def _serving(wish: Wish, reached: list[Candidate]) -> list[Candidate]:
+    if wish.model is None:
+        return reached
+    is_allowed = not wish.models or wish.model in wish.models
+    serving = [one for one in reached if is_allowed and one.models is not None and wish.model in one.models]
+    # an upstream that was never reached may serve it: better a 503 than a false 404
+    unknown = [one for one in reached if is_allowed and one.models is None]
+    if not serving and not unknown:
+        raise ModelNotFoundError(wish.model, model_names(reached, wish.models))
+    return serving or unknown
+
+
+def _fitting(wish: Wish, serving: list[Candidate]) -> list[Candidate]:
+    fitting = [one for one in serving if _limit(one, wish.model) >= wish.prompt_tokens]
+    if fitting:
+        return fitting
+    # nothing fits by the estimate: the roomiest one judges by its own count
+    largest = max(_limit(one, wish.model) for one in serving)
+    return [one for one in serving if _limit(one, wish.model) == largest]
+
+
+def _limit(candidate: Candidate, model: str | None) -> float:
+    models = candidate.models or {}
+    limit = models.get(model) if model is not None else max(models.values(), key=lambda n: n or math.inf, default=None)
+    return math.inf if limit is None else limit
+
+
+def _pick(wish: Wish, open_lanes: Sequence[Lane], has_misfits: bool, long_prompt_tokens: int) -> tuple[Lane, Reason]:
+    if wish.lane is not None:
+        return wish.lane, "path"
+    if len(wish.lanes) == 1:
+        return wish.lanes[0], "key"
+    if len(open_lanes) == 1:
+        return open_lanes[0], "limit" if has_misfits else "model"
+    by_length: Lane = "long" if wish.prompt_tokens >= long_prompt_tokens else "short"
+    if wish.last_lane == "long" and by_length == "short" and wish.prompt_tokens >= STAY_LONG * long_prompt_tokens:
+        return "long", "conversation"
+    return by_length, "length"
+
+
+class LaneMemory:
+    """The lane of each conversation; the least recently used ones are forgotten past `capacity`."""
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._capacity = capacity
+        self._lanes: OrderedDict[str, Lane] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def recall(self, conversation: str | None) -> Lane | None:
+        return self._lanes.get(conversation) if conversation else None
+
+    def remember(self, conversation: str | None, lane: Lane) -> None:
+        if conversation is None:
+            return
+        self._lanes[conversation] = lane
+        self._lanes.move_to_end(conversation)
+        if len(self._lanes) > self._capacity:
+            self._lanes.popitem(last=False)
+
+
+@dataclass(slots=True)
+class TokenRatio:
+    """Bytes of text per prompt token, learned per model from the usage that upstreams report."""
+
+    bytes_per_token: dict[str, float] = field(default_factory=dict)
+
+    def estimate(self, text_bytes: int, model: str | None) -> int:
+        return math.ceil(text_bytes / self.bytes_per_token.get(model or "", _DEFAULT_BYTES_PER_TOKEN))
+
+    def learn(self, text_bytes: int, model: str | None, prompt_tokens: int | None) -> None:
+        """Takes only models that were served, so the table stays as small as the list of models."""
+        if model is None or not prompt_tokens or text_bytes < _LEAST_LEARNABLE_BYTES:
+            return
+        known = self.bytes_per_token.get(model, _DEFAULT_BYTES_PER_TOKEN)
+        self.bytes_per_token[model] = known + _LEARNING_RATE * (text_bytes / prompt_tokens - known)

@@ -1,0 +1,210 @@
+"""Sends one request to the workers of its decision until one answers, and passes that answer on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from config import RouterConfig
+from router import policy
+from router.ask import Ask
+from router.errors import GatewayError, UnavailableError, UpstreamError, UpstreamTimeoutError
+from router.exchange import Exchange
+from router.headers import UNBUFFERED, client_headers, upstream_headers
+from router.lane import Decision, LaneMemory, TokenRatio
+from router.metrics import Metrics
+from router.relay import Relay
+from router.route import Route
+from router.sse import StreamScanner
+from router.transport import BrokenConnectionError, Transport, UnreachableError
+from router.worker import Worker, judge
+
+HELD_BYTES = 1024 * 1024
+LENGTH_REFUSAL = b"maximum context length"
+FAILOVER_STATUS = (502, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request with everything that was decided about it. tenant is the name of its key."""
+
+    exchange: Exchange
+    route: Route
+    ask: Ask
+    decision: Decision
+    body: bytes
+    tenant: str
+
+
+class Proxy:
+    """Fails over only before response headers, only for what may be repeated, only within the decision's workers."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        workers: Mapping[str, Worker],
+        transport: Transport,
+        metrics: Metrics,
+        memory: LaneMemory,
+        ratio: TokenRatio,
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._transport = transport
+        self._metrics = metrics
+        self._memory = memory
+        self._ratio = ratio
+        self._secret = config.gateway_secret.get_secret_value() if config.gateway_secret else None
+
+    async def forward(self, call: Call) -> None:
+        """Raises GatewayError as long as the client has no headers."""
+        queue = self._attempts(call)
+        if not queue:
+            raise self._nobody(call.decision)
+        while queue:
+            worker, *rest = queue
+            queue = await self._attempt(call, worker, rest)
+
+    def _attempts(self, call: Call) -> list[Worker]:
+        lane = policy.order(self._workers[name] for name in call.decision.workers)
+        if not call.ask.is_repeatable:
+            return lane[:1]
+        return lane + policy.order(self._workers[name] for name in call.decision.spares)
+
+    def _nobody(self, decision: Decision) -> UnavailableError:
+        away = [self._workers[name] for name in decision.workers + decision.spares]
+        states = "; ".join(f"{worker.name} ({worker.upstream.url}): {worker.health.reason}" for worker in away)
+        return UnavailableError(f"no upstream of the {decision.lane} lane is available: {states}")
+
+    async def _attempt(self, call: Call, worker: Worker, rest: list[Worker]) -> list[Worker]:
+        """The workers to try next; none once the client has its answer."""
+        with worker.lease(), self._metrics.in_flight.labels(worker.name).track_inprogress():
+            try:
+                response = await self._open(call, worker)
+            except (UnreachableError, BrokenConnectionError) as error:
+                worker.health = judge(worker.health, False, str(error))
+                if not rest:
+                    raise
+                return self._fail_over(call, worker, "connection", rest)
+            try:
+                return await self._answer(call, worker, response, rest)
+            finally:
+                await self._transport.close(response)
+
+    async def _open(self, call: Call, worker: Worker) -> httpx.Response:
+        exchange, upstream = call.exchange, worker.upstream
+        query = f"?{exchange.query}" if exchange.query else ""
+        exchange.notes["upstream"] = worker.name
+        return await self._transport.open(
+            worker.name,
+            exchange.method,
+            f"{upstream.url}{call.route.path}{query}",
+            upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, self._secret),
+            call.body,
+            self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
+        )
+
+    async def _answer(self, call: Call, worker: Worker, response: httpx.Response, rest: list[Worker]) -> list[Worker]:
+        if response.status_code in FAILOVER_STATUS and rest:
+            return self._fail_over(call, worker, str(response.status_code), rest)
+        chunks = self._transport.chunks(worker.name, response)
+        if _is_event_stream(response):
+            await self._pass_events(call, worker, response, chunks)
+            return []
+        _check(worker, response)
+        held, is_whole = await self._hold(worker, response, chunks)
+        longer = [one for one in rest if one.upstream.lane == "long" != worker.upstream.lane]
+        if longer and response.status_code == 400 and LENGTH_REFUSAL in held:
+            call.exchange.notes["lane"] = "long"
+            return self._fail_over(call, worker, "length", longer)
+        await self._pass_body(call, worker, response, chunks, held, is_whole)
+        return []
+
+    async def _pass_events(
+        self, call: Call, worker: Worker, response: httpx.Response, chunks: AsyncIterator[bytes]
+    ) -> None:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
+        await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
+        relay = Relay(call.exchange, worker.upstream, chunks, self._config)
+        failure = await relay.events()
+        self._note_end(call, worker, response.status_code, relay.prompt_tokens, failure)
+
+    async def _pass_body(
+        self,
+        call: Call,
+        worker: Worker,
+        response: httpx.Response,
+        chunks: AsyncIterator[bytes],
+        held: bytes,
+        is_whole: bool,
+    ) -> None:
+        headers = client_headers(response.headers)
+        if is_whole:
+            scanner = StreamScanner(call.exchange.api)
+            scanner.note(held)
+            self._note_end(call, worker, response.status_code, scanner.prompt_tokens, None)
+            await call.exchange.respond(response.status_code, headers, held)
+            return
+        if "content-length" in response.headers:
+            headers["content-length"] = response.headers["content-length"]
+        await call.exchange.start(response.status_code, headers)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self._config).body(held)
+        self._note_end(call, worker, response.status_code, None, failure)
+
+    async def _hold(self, worker: Worker, response: httpx.Response, chunks: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+        """A JSON body is held back while it is small, so that its failure is still an honest status."""
+        if not _is_json(response):
+            return b"", False
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._config.idle_timeout_s):
+                async for chunk in chunks:
+                    parts.append(chunk)
+                    size += len(chunk)
+                    if size > HELD_BYTES:
+                        return b"".join(parts), False
+        except TimeoutError as error:
+            raise UpstreamTimeoutError(f"upstream {worker.name} stopped in the middle of its answer") from error
+        return b"".join(parts), True
+
+    def _fail_over(self, call: Call, worker: Worker, reason: str, rest: list[Worker]) -> list[Worker]:
+        call.exchange.notes.setdefault("failovers", []).append(f"{worker.name}: {reason}")
+        self._metrics.failovers.labels(worker.name, reason).inc()
+        return rest
+
+    def _note_end(
+        self, call: Call, worker: Worker, status: int, prompt_tokens: int | None, failure: GatewayError | None
+    ) -> None:
+        if failure is not None:
+            call.exchange.notes["error"] = failure.code
+            self._metrics.broken_streams.labels(worker.name).inc()
+        elif status < 300:
+            self._memory.remember(call.ask.conversation, call.exchange.notes["lane"])
+            if call.ask.model in (worker.cards or {}):
+                self._ratio.learn(call.ask.text_bytes, call.ask.model, prompt_tokens)
+
+
+def _check(worker: Worker, response: httpx.Response) -> None:
+    """Refuses to pass on what a client would misread as the gateway's own word."""
+    status = response.status_code
+    if status == 401:
+        raise UpstreamError(f"upstream {worker.name} refuses the gateway's own key: set the key of that upstream")
+    if 300 <= status < 400:
+        raise UpstreamError(f"upstream {worker.name} answered with a redirect: its url must be the final one")
+    if status >= 500 and not _is_json(response):
+        text = f"upstream {worker.name} answered {status} without a JSON body"
+        raise UnavailableError(text) if status == 503 else UpstreamError(text)
+
+
+def _is_event_stream(response: httpx.Response) -> bool:
+    return _media_type(response) == "text/event-stream"
+
+
+def _is_json(response: httpx.Response) -> bool:
+    return _media_type(response) == "application/json"
+
+
+def _media_type(response: httpx.Response) -> str:
+    return response.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,0 +1,108 @@
+"""Passes one upstream response on: whole events unchanged, an end that is told apart from a break."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from config import RouterConfig, Upstream
+from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, error_event
+from router.exchange import Exchange
+from router.guard import guarded
+from router.sse import EventSplitter, EventTooLargeError, StreamScanner
+
+HEARTBEAT = b": heartbeat\n\n"
+
+
+class SlowClientError(ClientGoneError):
+    """The client has taken no byte for too long."""
+
+
+class Relay:
+    """One response on its way. The headers are already sent; from here on every failure is an event or a break."""
+
+    def __init__(self, exchange: Exchange, upstream: Upstream, chunks: AsyncIterator[bytes], config: RouterConfig):
+        self._exchange = exchange
+        self._upstream = upstream
+        self._chunks = chunks
+        self._config = config
+        self._scanner = StreamScanner(exchange.api)
+        self._is_waiting = True
+        self._since = self._sent_at = time.monotonic()
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._scanner.prompt_tokens
+
+    async def events(self) -> UpstreamError | None:
+        """Passes a stream of events; returns the failure that its last event tells of, if any."""
+        failure = await self._run(self._pump_events(), self._upstream.heartbeats)
+        if self._scanner.is_whole():
+            failure = None
+        elif failure is None:
+            failure = UpstreamError(f"upstream {self._upstream.name} ended the stream without finishing it")
+        if failure is not None:
+            last = self._scanner.last_data()
+            await self._exchange.send(error_event(failure, self._exchange.api, self._exchange.request_id, last))
+        await self._exchange.end()
+        return failure
+
+    async def body(self, held: bytes) -> UpstreamError | None:
+        """Passes bytes as they come, `held` first. After a failure the response stays unfinished, as it was."""
+        failure = await self._run(self._pump_body(held), has_heartbeats=False)
+        if failure is None:
+            await self._exchange.end()
+        return failure
+
+    async def _run(self, pump, has_heartbeats: bool) -> UpstreamError | None:
+        try:
+            await guarded(pump, self._watch(has_heartbeats))
+        except UpstreamError as error:
+            return error
+        return None
+
+    async def _pump_events(self) -> None:
+        splitter = EventSplitter()
+        async for chunk in self._chunks:
+            try:
+                events = splitter.feed(chunk)
+            except EventTooLargeError as error:
+                raise UpstreamError(f"upstream {self._upstream.name}: {error}") from error
+            await self._pass_events(events)
+        await self._pass_events(splitter.finish())
+
+    async def _pass_events(self, events: bytes) -> None:
+        self._mark(is_waiting=True)
+        if events:
+            self._scanner.note(events)
+            await self._send(events)
+
+    async def _pump_body(self, held: bytes) -> None:
+        await self._send(held)
+        async for chunk in self._chunks:
+            await self._send(chunk)
+
+    async def _send(self, data: bytes) -> None:
+        self._mark(is_waiting=False)
+        await self._exchange.send(data)
+        self._mark(is_waiting=True)
+        self._sent_at = self._since
+
+    def _mark(self, is_waiting: bool) -> None:
+        self._is_waiting, self._since = is_waiting, time.monotonic()
+
+    async def _watch(self, has_heartbeats: bool) -> None:
+        """Watches both sides by the wall clock; puts heartbeats where the upstream has none."""
+        config = self._config
+        step = min(1.0, config.heartbeat_s / 2, config.idle_timeout_s / 2, config.send_timeout_s / 2)
+        while True:
+            await asyncio.sleep(step)
+            now = time.monotonic()
+            waited = now - self._since
+            if not self._is_waiting and waited > config.send_timeout_s:
+                raise SlowClientError
+            if self._is_waiting and waited > config.idle_timeout_s:
+                raise UpstreamTimeoutError(f"upstream {self._upstream.name} was silent for {config.idle_timeout_s:g} s")
+            if has_heartbeats and self._is_waiting and now + step - self._sent_at > config.heartbeat_s:
+                # only whole events are ever sent, so this stands between two
+                self._sent_at = now
+                await self._exchange.send(HEARTBEAT)

@@ -1,0 +1,169 @@
+"""A second upstream is tried only before the first one's headers, and only for what may be repeated."""
+
+import socket
+
+import pytest
+
+from config import Upstream
+from tests.router.live import echo, eventually
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+SLOW_CHECKS = {"health_interval_s": 60}
+
+
+def answers(status, value, headers="", media_type="application/json"):
+    async def answer(received, connection):
+        await connection.answer(status, value, headers, media_type)
+
+    return answer
+
+
+async def resets(received, connection):
+    connection.reset()
+    raise ConnectionError
+
+
+async def talks_nonsense(received, connection):
+    await connection.send(b"SSH-2.0-OpenSSH\r\n\r\n")
+    raise ConnectionError
+
+
+async def sends_a_huge_header(received, connection):
+    await connection.send(b"HTTP/1.1 200 OK\r\nx-big: " + b"x" * 10_000_000 + b"\r\n\r\n")
+    raise ConnectionError
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "answer", [resets, answers(502, {}), answers(503, {}), answers(502, b"<html>", "", "text/html")]
+)
+def test_another_candidate_answers(gateway, upstream, client, answer):
+    long, short = upstream(), upstream(answer=answer)
+    running = gateway(long=long, short=short, **SLOW_CHECKS)
+    assert client.post(running.url + CHAT, json=BODY).status_code == 200
+    assert (len(short.requests), len(long.requests)) == (1, 1)
+    assert long.requests[0].body == short.requests[0].body
+    assert running.num_in_flight == 0
+
+
+@pytest.mark.parametrize("fields", [{"store": True}, {"previous_response_id": "resp_1"}])
+def test_what_may_not_be_repeated_is_sent_once(gateway, upstream, client, fields):
+    long, short = upstream(), upstream(answer=answers(503, {"error": {"message": "its own"}}))
+    url = gateway(long=long, short=short, **SLOW_CHECKS).url
+    response = client.post(url + "/v1/responses", json={"model": "tiny", "input": "hi"} | fields)
+    assert (response.status_code, response.json()) == (503, {"error": {"message": "its own"}})
+    short.answer = resets
+    assert client.post(url + "/v1/responses", json={"model": "tiny", "input": "hi"} | fields).status_code == 502
+    assert long.requests == []
+
+
+def test_explicit_path_stays_in_its_lane(gateway, upstream, client):
+    long, short = upstream(), upstream(answer=resets)
+    response = client.post(gateway(long=long, short=short, **SLOW_CHECKS).url + "/chat" + CHAT, json=BODY)
+    assert response.status_code == 502
+    assert "vllm" in response.json()["error"]["message"]
+    assert long.requests == []
+
+
+def test_length_refusal_of_the_short_lane_goes_to_the_long_lane(gateway, upstream, client):
+    refusal = {"error": {"message": "This model's maximum context length is 64 tokens.", "type": "BadRequestError"}}
+    long, short = upstream(), upstream(answer=answers(400, refusal))
+    running = gateway(long=long, short=short)
+    assert client.post(running.url + CHAT, json=BODY).status_code == 200
+    assert (len(short.requests), len(long.requests)) == (1, 1)
+    # the path says short, so the refusal is the answer
+    assert client.post(running.url + "/chat" + CHAT, json=BODY).json() == refusal
+
+
+def test_other_refusals_are_the_answer(gateway, upstream, client):
+    long, short = upstream(), upstream(answer=answers(400, {"error": {"message": "bad temperature"}}))
+    assert client.post(gateway(long=long, short=short).url + CHAT, json=BODY).status_code == 400
+    assert long.requests == []
+
+
+def test_everything_down(gateway, upstream, client):
+    nobody = Upstream(name="lost", url=f"http://127.0.0.1:{free_port()}", lane="long")
+    url = gateway(more=[nobody]).url
+    response = client.post(url + CHAT, json=BODY)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, "server_is_overloaded")
+    assert "lost" in error["message"]
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert int(response.headers["retry-after-ms"]) == 1000 * int(response.headers["retry-after"])
+    anthropic = client.post(url + "/v1/messages", json=BODY)
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (529, "overloaded_error")
+
+
+def test_upstream_goes_and_comes_back(gateway, upstream, client):
+    long = upstream()
+    running = gateway(long=long)
+    url = running.url + CHAT
+    assert client.post(url, json=BODY).status_code == 200
+    long.stop()
+    assert client.post(url, json=BODY).status_code in (502, 503)
+    eventually(lambda: not running.app.is_ready())
+    assert client.post(url, json=BODY).status_code == 503
+    long.start(long.port)
+    eventually(running.app.is_ready)
+    assert client.post(url, json=BODY).status_code == 200
+
+
+def test_away_lane_hands_over_before_anything_is_sent(gateway, upstream, client):
+    long, short = upstream(), upstream()
+    running = gateway(long=long, short=short)
+    short.ready = 503
+    eventually(lambda: not running.app.workers["vllm"].healthy)
+    assert client.post(running.url + CHAT, json=BODY).status_code == 200
+    assert (len(short.requests), len(long.requests)) == (0, 1)
+
+
+def test_silent_upstream(gateway, upstream, client):
+    async def silent(received, connection):
+        await connection.closed()
+        raise ConnectionError
+
+    long = upstream(answer=silent)
+    running = gateway(long=long, first_byte_timeout_s=0.3, answer_timeout_s=0.6)
+    streamed = client.post(running.url + CHAT, json=BODY | {"stream": True})
+    assert (streamed.status_code, streamed.json()["error"]["code"]) == (504, "upstream_timeout")
+    whole = client.post(running.url + CHAT, json=BODY)
+    assert "within 0.6 s" in whole.json()["error"]["message"]
+    eventually(lambda: long.num_closed == 2)
+
+
+@pytest.mark.parametrize("answer", [talks_nonsense, sends_a_huge_header, answers(500, b"<html>", "", "text/html")])
+def test_no_proper_answer_is_a_502_that_names_the_upstream(gateway, upstream, client, answer):
+    running = gateway(long=upstream(answer=answer), **SLOW_CHECKS)
+    response = client.post(running.url + CHAT, json=BODY)
+    assert response.status_code == 502
+    assert "engine" in response.json()["error"]["message"]
+    eventually(lambda: running.num_in_flight == running.num_open == 0)
+
+
+def test_refused_key_of_the_gateway_is_not_the_clients_fault(gateway, upstream, client):
+    response = client.post(gateway(long=upstream(answer=answers(401, {"error": {}}))).url + CHAT, json=BODY)
+    assert response.status_code == 502
+    assert "gateway's own key" in response.json()["error"]["message"]
+
+
+def test_redirects_are_not_followed(gateway, upstream, client):
+    elsewhere = upstream(answer=echo)
+    long = upstream(answer=answers(307, {}, f"location: {elsewhere.url}/v1/x\r\n"))
+    response = client.post(gateway(long=long).url + CHAT, json=BODY)
+    assert response.status_code == 502
+    assert elsewhere.requests == []
+
+
+def test_dropped_idle_connection_harms_no_request(gateway, upstream, client):
+    async def answer_and_close(received, connection):
+        await connection.answer(200, {}, "connection: close\r\n")
+        connection.reset()
+
+    url = gateway(long=upstream(answer=answer_and_close)).url + CHAT
+    assert [client.post(url, json=BODY).status_code for _ in range(20)] == [200] * 20

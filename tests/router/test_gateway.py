@@ -1,0 +1,311 @@
+"""Who may call, what is refused and how, and what reaches an upstream."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from config import Upstream
+from config.keys import digest, generate
+from tests.router.live import echo, eventually
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def keys_file(tmp_path):
+    """Writes a keys file: ``keys_file(name={...fields})`` returns its path and the keys."""
+
+    def write(**keys):
+        secrets = {name: generate() for name in keys}
+        lines = []
+        for name, fields in keys.items():
+            lines += ["[[keys]]", f'name = "{name}"', f'sha256 = "{digest(secrets[name])}"']
+            lines += [f"{field} = {json.dumps(value)}" for field, value in fields.items()]
+        path = tmp_path / "keys.toml"
+        path.write_text("\n".join(lines))
+        return path, secrets
+
+    return write
+
+
+def bearer(secret):
+    return {"authorization": f"Bearer {secret}"}
+
+
+def test_keys(gateway, upstream, client, keys_file):
+    path, secrets = keys_file(alice={})
+    url = gateway(long=upstream(), keys_file=path).url + CHAT
+    assert client.post(url, json=BODY, headers=bearer(secrets["alice"])).status_code == 200
+    assert client.post(url, json=BODY, headers={"x-api-key": secrets["alice"]}).status_code == 200
+    wrong = client.post(url, json=BODY, headers=bearer("ll-wrong"))
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert wrong.headers["www-authenticate"] == "Bearer"
+    assert client.post(url, json=BODY).status_code == 401
+    assert client.post(url, json=BODY, headers={"authorization": f"Basic {secrets['alice']}"}).status_code == 401
+
+
+def test_keys_are_read_again_and_a_bad_file_changes_nothing(gateway, upstream, client, keys_file):
+    path, secrets = keys_file(alice={})
+    running = gateway(long=upstream(), keys_file=path)
+    url, old = running.url + CHAT, bearer(secrets["alice"])
+
+    def status(headers):
+        # the file is looked at once a second
+        running.app._auth._looked_at = 0.0
+        return client.post(url, json=BODY, headers=headers).status_code
+
+    good = path.read_text()
+    path.write_text("[[keys]]\nname = 5")
+    assert status(old) == 200
+    path.unlink()
+    assert status(old) == 200
+    path.write_text(good.replace(digest(secrets["alice"]), digest("ll-new")))
+    assert status(old) == 401
+    assert status(bearer("ll-new")) == 200
+
+
+def test_key_limits_lanes_and_models(gateway, upstream, client, keys_file):
+    path, secrets = keys_file(short={"lanes": ["short"]}, picky={"models": ["tiny"]})
+    long, short = upstream(models={"tiny": 99_000, "big": 99_000}), upstream(models={"tiny": 4096})
+    url = gateway(long=long, short=short, keys_file=path).url
+    for_short, picky = bearer(secrets["short"]), bearer(secrets["picky"])
+    assert client.post(url + "/long-context" + CHAT, json=BODY, headers=for_short).status_code == 403
+    assert client.get(url + "/long-context/v1/models", headers=for_short).status_code == 403
+    assert client.post(url + CHAT, json=BODY | {"model": "big"}, headers=for_short).status_code == 404
+    assert client.post(url + CHAT, json=BODY | {"model": "big"}, headers=picky).status_code == 404
+    assert client.post(url + CHAT, json={"messages": []}, headers=picky).status_code == 400
+    sound = {"content-type": "multipart/form-data"} | picky
+    assert client.post(url + "/v1/audio/transcriptions", content=b"x", headers=sound).status_code == 415
+    assert client.post(url + CHAT, json=BODY, headers=for_short).status_code == 200
+    assert (len(long.requests), len(short.requests)) == (0, 1)
+
+
+def test_secrets_of_the_client_stay_here(gateway, upstream, client, keys_file, caplog):
+    path, secrets = keys_file(alice={})
+    long = upstream()
+    running = gateway(long=long, keys_file=path, gateway_secret="between-us")
+    caplog.set_level("DEBUG")
+    headers = bearer(secrets["alice"]) | {
+        "x-api-key": secrets["alice"],
+        "cookie": "session=1",
+        "x-longlane-tenant": "root",
+        "x-longlane-secret": "guess",
+        "x-forwarded-for": "1.2.3.4",
+        "anthropic-version": "2023-06-01",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-request-id": "mine-1",
+    }
+    response = client.post(running.url + CHAT + "?beta=true", json=BODY, headers=headers)
+    got = long.requests[0]
+    assert got.target == CHAT + "?beta=true"
+    assert got.headers["authorization"] == "Bearer sk-upstream"
+    assert got.headers["x-longlane-tenant"] == "alice"
+    assert got.headers["x-longlane-secret"] == "between-us"
+    assert not {"cookie", "x-api-key", "x-forwarded-for"} & set(got.headers)
+    assert (got.headers["anthropic-version"], got.headers["traceparent"]) == ("2023-06-01", headers["traceparent"])
+    assert got.headers["x-request-id"] == response.headers["x-request-id"] == "mine-1"
+    assert got.body == response.request.content
+    assert secrets["alice"] not in caplog.text
+    assert "mine-1" in str([record.__dict__ for record in caplog.records])
+
+
+def test_short_lane_gets_no_tenant(gateway, upstream, client):
+    short = upstream()
+    client.post(gateway(long=upstream(), short=short, gateway_secret="s").url + CHAT, json=BODY)
+    assert not {"x-longlane-tenant", "x-longlane-secret", "authorization"} & set(short.requests[0].headers)
+
+
+def test_response_headers_are_filtered_and_no_cookie_wanders(gateway, upstream, client):
+    async def answer(received, connection):
+        await connection.answer(200, {}, "set-cookie: a=1\r\nserver: x\r\nx-litellm-key: k\r\nretry-after: 3\r\n")
+
+    long = upstream(answer=answer)
+    url = gateway(long=long).url + CHAT
+    response = client.post(url, json=BODY)
+    assert not {"set-cookie", "server", "x-litellm-key"} & set(response.headers)
+    assert response.headers["retry-after"] == "3"
+    client.post(url, json=BODY)
+    assert "cookie" not in long.requests[1].headers
+
+
+def test_upstream_errors_pass_as_they_are(gateway, upstream, client):
+    async def answer(received, connection):
+        await connection.answer(422, b'{"error": {"message": "its own",  "code": 7}}')
+
+    response = client.post(gateway(long=upstream(answer=answer)).url + CHAT, json=BODY)
+    assert (response.status_code, response.content) == (422, b'{"error": {"message": "its own",  "code": 7}}')
+
+
+def test_length_decides_between_the_lanes(gateway, upstream, client):
+    long, short = upstream(models={"tiny": 99_000}), upstream(models={"tiny": 99_000})
+    url = gateway(long=long, short=short, long_prompt_tokens=1000).url
+    text = "word " * 2000
+    client.post(url + CHAT, json=BODY)
+    client.post(url + CHAT, json=BODY | {"messages": [{"role": "user", "content": text}]})
+    client.post(url + "/chat" + CHAT, json=BODY | {"messages": [{"role": "user", "content": text}]})
+    client.post(url + "/long-context/generate", json={"prompt": "x"})
+    assert [one.target for one in short.requests] == [CHAT, CHAT]
+    assert [one.target for one in long.requests] == [CHAT, "/generate"]
+
+
+def test_conversation_stays_in_its_lane(gateway, upstream, client):
+    long, short = upstream(models={"tiny": 99_000}), upstream(models={"tiny": 99_000})
+    url = gateway(long=long, short=short, long_prompt_tokens=1000).url + CHAT
+
+    def say(num_words, session):
+        body = BODY | {"messages": [{"role": "user", "content": "word " * num_words}], "prompt_cache_key": session}
+        client.post(url, json=body)
+
+    say(1000, "a")
+    say(500, "a")
+    say(500, "b")
+    assert (len(long.requests), len(short.requests)) == (2, 1)
+
+
+def test_models_are_listed_with_the_real_limit(gateway, upstream, client):
+    long, short = upstream(models={"tiny": 99_000}), upstream(models={"tiny": 4096, "org:small": 2048})
+    url = gateway(long=long, short=short).url
+
+    def limits(path):
+        return {card["id"]: card["max_model_len"] for card in client.get(url + path).json()["data"]}
+
+    assert limits("/v1/models") == {"tiny": 99_000, "org:small": 2048}
+    assert limits("/chat/v1/models") == {"tiny": 4096, "org:small": 2048}
+    assert limits("/long-context/v1/models") == {"tiny": 99_000}
+    assert client.get(url + "/v1/models/org:small").json()["max_model_len"] == 2048
+    missing = client.get(url + "/v1/models/none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_unknown_model_lists_the_models(gateway, upstream, client):
+    response = client.post(gateway(long=upstream()).url + CHAT, json=BODY | {"model": "gpt"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "models served here: tiny" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status"),
+    [
+        (CHAT, b'{"model":', {}, 400),
+        (CHAT, b"[]", {}, 400),
+        (CHAT, b'{"model": 1}', {}, 400),
+        (CHAT, b"[" * 100_000, {}, 400),
+        (CHAT, b"{}", {"content-type": "text/plain"}, 415),
+        (CHAT, b"{}", {"content-encoding": "gzip"}, 415),
+        (CHAT, b"{}", {"host": "evil.example"}, 403),
+        (CHAT, b"{}", {"host": "127.0.0.1.evil.example:8000"}, 403),
+        ("/v1/../metrics", b"{}", {}, 404),
+        ("/v1/%2e%2e/metrics", b"{}", {}, 404),
+        ("/metrics", b"{}", {}, 404),
+        ("/v1/load_lora_adapter", b"{}", {}, 404),
+        ("/v1/models", b"{}", {}, 405),
+    ],
+)
+def test_bad_requests_get_a_4xx_and_reach_no_upstream(gateway, upstream, client, path, content, headers, status):
+    long = upstream()
+    headers = {"content-type": "application/json"} | headers
+    response = client.post(gateway(long=long).url + path, content=content, headers=headers)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["x-should-retry"] == "false"
+    assert long.requests == []
+
+
+def test_errors_take_the_shape_of_the_messages_api(gateway, upstream, client):
+    response = client.post(gateway(long=upstream()).url + "/v1/messages", json={"model": "gpt"})
+    body = response.json()
+    assert (response.status_code, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+    assert body["request_id"] == response.headers["x-request-id"]
+
+
+def test_get_of_a_post_path(gateway, upstream, client):
+    running = gateway(long=upstream())
+    assert client.get(running.url + CHAT).status_code == 405
+    upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x", "sec-websocket-version": "13"}
+    assert client.get(running.url + "/v1/realtime", headers=upgrade).status_code == 405
+
+
+def test_large_body_is_refused_while_it_comes(gateway, upstream, client):
+    long = upstream()
+    url = gateway(long=long, max_body_bytes=2000).url + CHAT
+    declared = client.post(url, json=BODY | {"x": "y" * 3000})
+    assert (declared.status_code, declared.json()["error"]["code"]) == (413, "request_too_large")
+
+    def parts():
+        yield b'{"x":"'
+        for _ in range(100):
+            yield b"y" * 100
+
+    chunked = client.post(url, content=parts(), headers={"content-type": "application/json"})
+    assert chunked.status_code == 413
+    assert long.requests == []
+    assert client.post(url, json=BODY).status_code == 200
+
+
+def test_health_and_readiness(gateway, upstream, client):
+    long = upstream(ready=503)
+    running = gateway(long=long)
+    assert client.get(running.url + "/health").status_code == 200
+    away = client.get(running.url + "/ready")
+    assert (away.status_code, away.json()["upstreams"]) == (
+        503,
+        {"engine": "answers 503 on /ready: engine is restarting"},
+    )
+    long.ready = 200
+    eventually(lambda: client.get(running.url + "/ready").status_code == 200)
+
+
+def test_upstream_without_ready_is_asked_for_its_models(gateway, upstream, client):
+    long = upstream(ready=404, answer=echo)
+
+    async def answer(received, connection):
+        await connection.answer(404, {})
+
+    long.answer = answer
+    running = gateway(long=long)
+    assert client.get(running.url + "/ready").status_code == 200
+    assert [one.target for one in long.requests][:1] == ["/health"]
+
+
+def test_request_id_is_made_where_the_given_one_is_no_good(gateway, upstream, client):
+    url = gateway(long=upstream()).url + CHAT
+    made = client.post(url, json=BODY, headers={"x-request-id": 'bad "id"'}).headers["x-request-id"]
+    assert made.startswith("req_")
+    assert client.post(url, json=BODY).headers["x-request-id"] != made
+
+
+def test_configured_models_are_served_before_the_first_check(gateway, threads, client, upstream):
+    short = upstream(models={})
+    named = Upstream(name="named", url=short.url, lane="short", models=("mine",))
+    url = gateway(more=[named]).url
+    assert client.post(url + CHAT, json=BODY | {"model": "mine"}).status_code == 200
+    assert [card["id"] for card in client.get(url + "/v1/models").json()["data"]] == ["mine"]
+
+
+def test_least_loaded_worker_gets_the_next_request(gateway, upstream, client):
+    async def slow(received, connection):
+        await connection.closed()
+        raise ConnectionError
+
+    first, second = upstream(answer=slow), upstream(answer=slow)
+    more = [Upstream(name=f"e{i}", url=one.url, lane="long") for i, one in enumerate((first, second))]
+    running = gateway(more=more)
+    host, port = running.url.removeprefix("http://").split(":")
+    body = b'{"model":"tiny"}'
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    connections = []
+    for number in range(4):
+        connections.append(socket.create_connection((host, int(port))))
+        connections[-1].sendall(head.encode() + body)
+        eventually(lambda wanted=number + 1: len(first.requests) + len(second.requests) == wanted)
+        time.sleep(0.02)
+    assert (len(first.requests), len(second.requests)) == (2, 2)
+    for connection in connections:
+        connection.close()
+    eventually(lambda: running.num_open == 0)
