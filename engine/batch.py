@@ -1,8 +1,12 @@
 """The rows of one forward pass, as the model sees them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
+
+from config.engine import BLOCK_SIZE
 
 # most rows that one request brings to a pass that may still be taken back: one token and up to seven drafts
 MAX_PENDING_ROWS = 8
@@ -35,3 +39,61 @@ class ForwardBatch:
     state_slots: torch.Tensor
     num_accepted: torch.Tensor
     commits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """One request's part of a batch: its tokens at positions start, start + 1, ..."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    num_accepted: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class BlockTables:
+    """The block ids of every slot's request, kept on the device so that a step sends only the new ones.
+
+    ids  [slots, blocks] int32
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self.ids = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
+        self._lengths = [0] * num_slots
+
+    def begin(self, slot: int) -> None:
+        """The slot has a new request."""
+        self._lengths[slot] = 0
+
+    def extend(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Takes over what was added to the request's block ids since the last call."""
+        known = self._lengths[slot]
+        if known < len(block_ids):
+            self.ids[slot, known : len(block_ids)] = torch.tensor(block_ids[known:], dtype=torch.int32)
+            self._lengths[slot] = len(block_ids)
+
+
+def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool) -> ForwardBatch:
+    """The batch of several requests' rows, on the device of the tables."""
+    device = tables.ids.device
+    starts = torch.tensor([0, *accumulate(len(r.token_ids) for r in rows)], dtype=torch.int32, device=device)
+    positions = torch.tensor([p for r in rows for p in range(r.start, r.end)], device=device)
+    owners = torch.tensor([i for i, r in enumerate(rows) for _ in r.token_ids], device=device)
+    slots = torch.tensor([r.slot for r in rows], device=device)
+    num_blocks = max(-(-r.end // BLOCK_SIZE) for r in rows)
+    block_tables = tables.ids[:, :num_blocks][slots]
+    return ForwardBatch(
+        token_ids=torch.tensor(list(chain.from_iterable(r.token_ids for r in rows)), device=device),
+        positions=positions,
+        query_starts=starts,
+        context_lens=torch.tensor([r.end for r in rows], dtype=torch.int32, device=device),
+        block_tables=block_tables,
+        slot_mapping=block_tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        state_slots=slots,
+        num_accepted=torch.tensor([r.num_accepted for r in rows], dtype=torch.int32, device=device),
+        commits=commits,
+    )

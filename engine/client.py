@@ -1,9 +1,28 @@
 """The engine as the server sees it: submit, stream, abort, health."""
 
+import asyncio
+import contextlib
+import logging
+import math
+import time
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
+from config import EngineConfig
+from engine.child import ChildProcess
+from engine.errors import EngineDiedError, EngineError, QueueFullError, RequestError
+from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
+from engine.token_stream import TokenStream
+from engine.validation import check_request
+
+MAX_STARTS = 3
+FIRST_DELAY_S = 0.25
+LONGEST_DELAY_S = 30.0
+# a process that lived this long did not die of its start
+STEADY_S = 60.0
+
+log = logging.getLogger("longlane.engine")
 
 EngineState = Literal["loading", "ready", "restarting", "closed"]
 
@@ -48,4 +67,242 @@ class Engine(Protocol):
 
 
 class EngineClient:
-    """Placeholder while the real client is being written in this file."""
+    """The engine in a process of its own, replaced when it dies or hangs. At most one process lives at a time.
+
+    Everything runs on the event loop that called `start`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._state: EngineState = "loading"
+        self._end = ""
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._streams: dict[str, TokenStream] = {}
+        self._child: ChildProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._last_progress = 0.0
+        self._load_s = 5.0
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise self._unavailable()
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None while there is none."""
+        return self._child.pid if self._child else None
+
+    async def start(self) -> None:
+        if self._supervisor is not None:
+            raise RuntimeError("start was already called")
+        started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(started))
+        try:
+            await started
+        except BaseException:
+            await self.close()
+            raise
+
+    async def submit(self, request: Request) -> None:
+        child = self._child
+        if self._state != "ready" or child is None:
+            raise self._unavailable()
+        check_request(request, self.info)
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use: give each request its own")
+        stream = self._open_stream(request.request_id)
+        try:
+            await child.send(Submit(request))
+            await stream.admitted()
+        except EngineError:
+            self._streams.pop(request.request_id, None)
+            raise
+        except asyncio.CancelledError:
+            await self._leave(request.request_id)
+            raise
+
+    async def stream(self, request_id: str) -> AsyncIterator[TokenEvent]:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise RequestError(f"request_id {request_id!r} was not submitted, or its stream was already read")
+        try:
+            while True:
+                event = await stream.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            # a reader that left early wants no more tokens
+            await self._leave(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.is_finished and self._child is not None:
+            # a process that has just ended took its requests along
+            with contextlib.suppress(EngineDiedError):
+                await self._child.send(Abort(request_id))
+
+    async def close(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+        if self._state != "closed":
+            self._finish("the engine was closed")
+
+    def _open_stream(self, request_id: str) -> TokenStream:
+        # an idle engine makes no progress; its time runs from the moment it has something to do
+        if not self._is_busy():
+            self._last_progress = time.monotonic()
+        stream = self._streams[request_id] = TokenStream()
+        return stream
+
+    async def _leave(self, request_id: str) -> None:
+        await self.abort(request_id)
+        self._streams.pop(request_id, None)
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        """Keeps one engine process alive until none can be started; `started` then carries the reason."""
+        try:
+            await self._replace_forever(started)
+        except EngineError as error:
+            self._finish(str(error))
+            log.error("the engine stays down: %s", error)
+            if not started.done():
+                started.set_exception(error)
+        except Exception as error:
+            self._finish(repr(error))
+            log.exception("the engine's supervisor failed")
+            if not started.done():
+                started.set_exception(error)
+
+    async def _replace_forever(self, started: asyncio.Future[None]) -> None:
+        """raises  CheckpointError, CapacityError at once; EngineDiedError after MAX_STARTS failed starts in a row"""
+        failed_starts, delay_s = 0, FIRST_DELAY_S
+        while True:
+            began = time.monotonic()
+            try:
+                await self._run_child(started)
+                failed_starts = 0
+            except EngineDiedError as error:
+                failed_starts += 1
+                log.error("the engine process died while starting: %s", error)
+                if failed_starts == MAX_STARTS:
+                    raise EngineDiedError(f"the engine died {MAX_STARTS} times while starting: {error}") from error
+            lived_s = time.monotonic() - began
+            delay_s = FIRST_DELAY_S if lived_s > STEADY_S else min(2 * delay_s, LONGEST_DELAY_S)
+            await asyncio.sleep(delay_s)
+
+    async def _run_child(self, started: asyncio.Future[None]) -> None:
+        """One engine process from its start to its end. raises EngineError when it never became ready"""
+        began = time.monotonic()
+        self._child = child = await ChildProcess.spawn(self._config)
+        try:
+            ready = await child.ready()
+            self._load_s = time.monotonic() - began
+            self._become_ready(ready)
+            if not started.done():
+                started.set_result(None)
+            self._lose(await self._serve(child))
+        finally:
+            self._child = None
+            await child.kill()
+
+    async def _serve(self, child: ChildProcess) -> str:
+        """Passes messages on until the process ends or hangs; returns the reason."""
+        reading = asyncio.create_task(self._read(child))
+        watching = asyncio.create_task(self._watch(child))
+        try:
+            await asyncio.wait({reading, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            hang = watching.result()
+        finally:
+            reading.cancel()
+            watching.cancel()
+        return hang or await child.last_words()
+
+    async def _read(self, child: ChildProcess) -> str:
+        while True:
+            message = await child.receive()
+            self._last_progress = time.monotonic()
+            if isinstance(message, Failed):
+                return message.text
+            self._receive(message)
+
+    async def _watch(self, child: ChildProcess) -> str | None:
+        """Returns why the process must be replaced although it lives, or None when it ended."""
+        limit_s = self._config.hang_timeout_s
+        ending = asyncio.ensure_future(child.ended())
+        try:
+            while True:
+                silent_s = time.monotonic() - self._last_progress if self._is_busy() else 0.0
+                if silent_s >= limit_s:
+                    return f"the engine made no step for {silent_s:.0f} s (hang_timeout_s is {limit_s:g})"
+                done, _ = await asyncio.wait({ending}, timeout=limit_s - silent_s)
+                if done:
+                    return None
+        finally:
+            ending.cancel()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Stepped(events=events, stats=stats):
+                self._stats = stats
+                for event in events:
+                    if stream := self._streams.get(event.request_id):
+                        stream.put(event)
+            case Answer(request_id=request_id, queue_full=refusal):
+                if stream := self._streams.get(request_id):
+                    stream.admit() if refusal is None else stream.fail(QueueFullError(refusal))
+
+    def _is_busy(self) -> bool:
+        return any(not stream.is_finished for stream in self._streams.values())
+
+    def _become_ready(self, ready: Ready) -> None:
+        self._info = ready.info
+        self._state = "ready"
+        self._stats = ready.stats
+        log.info("engine ready in %.1f s on %s: %s", self._load_s, ready.info.device, ready.info.checkpoint_dir)
+
+    def _lose(self, reason: str) -> None:
+        log.error("the engine process died and is being replaced: %s", reason)
+        self._state = "restarting"
+        self._end = reason
+        self._stats = EngineStats()
+        self._fail_streams(f"the engine died while it worked on this request: {_last_line(reason)}")
+
+    def _finish(self, reason: str) -> None:
+        self._state = "closed"
+        self._end = reason
+        self._fail_streams(reason)
+
+    def _fail_streams(self, text: str) -> None:
+        for stream in self._streams.values():
+            stream.fail(EngineDiedError(text, self._retry_after_s()))
+
+    def _retry_after_s(self) -> int:
+        return math.ceil(self._load_s + FIRST_DELAY_S)
+
+    def _unavailable(self) -> EngineDiedError:
+        texts = {
+            "loading": "the engine is loading its checkpoint",
+            "restarting": f"the engine is restarting: {_last_line(self._end)}",
+            "closed": f"the engine is closed: {_last_line(self._end)}",
+        }
+        return EngineDiedError(texts.get(self._state, "the engine is not ready"), self._retry_after_s())
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, the line that says what happened."""
+    return text.strip().rpartition("\n")[2]

@@ -32,7 +32,7 @@ ARROWS = {
     "engine/models/config": {"engine/errors"},
     "engine/errors": set(),
     "engine/request": set(),
-    "engine/batch": set(),
+    "engine/batch": {"config"},
     "engine/scheduler": {"engine/request", "engine/errors", "engine/cache", "config"},
     "engine/planner": {"engine/models", "engine/errors", "config"},
     "engine/embedded": {"engine", "engine/models", "engine/models/config", "engine/request", "engine/errors", "config"},

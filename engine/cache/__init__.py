@@ -1,0 +1,1 @@
+"""What the engine keeps between steps: KV blocks and recurrent states."""

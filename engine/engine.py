@@ -1,0 +1,47 @@
+"""The loop's body: schedule, run, update."""
+
+import secrets
+
+from engine.model_runner import ModelRunner
+from engine.request import EngineInfo, EngineStats, Request, TokenEvent
+from engine.scheduler import Scheduler
+
+
+class EngineCore:
+    """Requests in, events out, one step at a time. Lives in the engine process, on one thread."""
+
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._aborted: list[TokenEvent] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._scheduler.has_requests and not self._aborted
+
+    def add(self, request: Request) -> None:
+        """Takes a request that check_request has passed. raises QueueFullError"""
+        seed = request.sampling.seed
+        self._scheduler.add(request, secrets.randbits(63) if seed is None else seed)
+
+    def abort(self, request_id: str) -> None:
+        """What the request held is free at once; its last event comes with the next step."""
+        if event := self._scheduler.abort(request_id):
+            self._aborted.append(event)
+
+    def step(self) -> list[TokenEvent]:
+        """At most one chunk of prompt tokens, and one round of tokens for every request that decodes."""
+        events, self._aborted = self._aborted, []
+        schedule = self._scheduler.schedule()
+        if schedule.is_empty:
+            return events
+        outcomes = self._runner.run(schedule)
+        return events + self._scheduler.update(schedule, outcomes)
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """Asserts that nothing is held by a request that is gone."""
+        self._scheduler.check_integrity()

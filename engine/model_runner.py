@@ -1,0 +1,145 @@
+"""Runs what the scheduler decided: forward, sample, accept, draft."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from engine.batch import BlockTables, RequestRows, build_batch
+from engine.cache.kv_cache import KVCache
+from engine.cache.state_cache import StateCache
+from engine.models.qwen3_5 import Qwen3_5
+from engine.request import TokenLogprob
+from engine.sampler import Sampler, SamplingRow, logprobs
+from engine.scheduler import Outcome, RequestState, Schedule
+from engine.speculative import Advance, Drafter, accept, sampling_row
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request's rows in a step.
+
+    first_row    where they lie among the rows of the step
+    num_sampled  the last so many of them get a token
+    """
+
+    state: RequestState
+    rows: RequestRows
+    first_row: int
+    num_sampled: int
+
+    @property
+    def sampled_rows(self) -> range:
+        end = self.first_row + len(self.rows.token_ids)
+        return range(end - self.num_sampled, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens that a step adds to one request, before its stop condition is looked at."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class ModelRunner:
+    """Owns the model and what requests have on the device, by slot and by block."""
+
+    def __init__(
+        self, model: Qwen3_5, kv: KVCache, states: StateCache, sampler: Sampler, tables: BlockTables, num_drafts: int
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._states = states
+        self._sampler = sampler
+        self._tables = tables
+        self._drafter = Drafter(model, kv, sampler, tables, num_drafts) if num_drafts else None
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule) -> list[Outcome]:
+        """One outcome per request in schedule.sampled, in that order."""
+        self._prepare(schedule)
+        spans = spans_of(schedule)
+        hidden = self._forward(spans, num_chunks=len(schedule.chunks))
+        found = self._sample([span for span in spans if span.num_sampled], hidden)
+        drafts = self._draft(spans, found, hidden)
+        return [Outcome(choice.token_ids, choice.logprobs, drafts.get(slot, ())) for slot, choice in found.items()]
+
+    def _prepare(self, schedule: Schedule) -> None:
+        for chunk in schedule.chunks:
+            if chunk.start == 0:
+                self._begin(chunk.state)
+        for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
+            self._tables.extend(state.slot, state.block_ids)
+
+    def _begin(self, state: RequestState) -> None:
+        self._states.reset(state.slot)
+        self._tables.begin(state.slot)
+        self._sampler.begin(state.slot, state.request.prompt_token_ids, state.request.sampling)
+
+    def _forward(self, spans: Sequence[Span], num_chunks: int) -> torch.Tensor:
+        """Hidden states of all rows: prompt rows, which are certain, then rows that may be taken back."""
+        passes = ((spans[:num_chunks], True), (spans[num_chunks:], False))
+        batches = [build_batch([span.rows for span in part], self._tables, commits) for part, commits in passes if part]
+        return torch.cat([self._model.forward(batch, self._kv, self._states) for batch in batches])
+
+    def _sample(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[int, Choice]:
+        """What each sampled request adds to its output, by slot."""
+        if not spans:
+            return {}
+        logits = self._model.compute_logits(hidden[[row for span in spans for row in span.sampled_rows]])
+        rows = [row for span in spans for row in sampling_rows(span)]
+        chosen = iter(self._sampler.sample(logits, rows).tolist())
+        found, first = {}, 0
+        for span in spans:
+            token_ids = accept(span.state.draft_token_ids, list(islice(chosen, span.num_sampled)))
+            self._sampler.observe(span.state.slot, token_ids, span.state.request.sampling)
+            found[span.state.slot] = Choice(token_ids, _logprobs(logits[first:], token_ids, span.state))
+            first += span.num_sampled
+        return found
+
+    def _draft(
+        self, spans: Sequence[Span], found: Mapping[int, Choice], hidden: torch.Tensor
+    ) -> dict[int, tuple[int, ...]]:
+        if self._drafter is None:
+            return {}
+        advances = [advance_of(span, found.get(span.state.slot)) for span in spans]
+        drafts = self._drafter.draft(advances, hidden)
+        return {span.state.slot: tokens for span, tokens in zip(spans, drafts, strict=True)}
+
+
+def spans_of(schedule: Schedule) -> list[Span]:
+    """Chunks first, then decodes: their rows lie in this order."""
+    spans, first_row = [], 0
+    for chunk in schedule.chunks:
+        rows = RequestRows(chunk.state.slot, chunk.start, chunk.state.token_ids[chunk.start : chunk.end])
+        spans.append(Span(chunk.state, rows, first_row, num_sampled=int(chunk.ends_prompt)))
+        first_row += len(rows.token_ids)
+    for state in schedule.decodes:
+        token_ids = [state.token_ids[-1], *state.draft_token_ids]
+        rows = RequestRows(state.slot, state.num_computed_tokens, token_ids, state.num_accepted_rows)
+        spans.append(Span(state, rows, first_row, num_sampled=len(token_ids)))
+        first_row += len(token_ids)
+    return spans
+
+
+def sampling_rows(span: Span) -> list[SamplingRow]:
+    """Each row gives the token after it; those after drafts count the drafts as output."""
+    drafts = span.state.draft_token_ids
+    first = span.rows.end - span.num_sampled + 1
+    return [sampling_row(span.state, first + i, drafts[:i]) for i in range(span.num_sampled)]
+
+
+def advance_of(span: Span, choice: Choice | None) -> Advance:
+    """The rows that stand: all of a chunk; of a decode, the last token's and the accepted drafts'."""
+    known = span.state.token_ids[span.rows.start + 1 : span.rows.end + 1]
+    added = choice.token_ids if choice else ()
+    return Advance(span.state, span.rows.start, span.first_row, (*known, *added), is_current=choice is not None)
+
+
+def _logprobs(logits: torch.Tensor, token_ids: Sequence[int], state: RequestState) -> tuple[TokenLogprob, ...]:
+    num_top = state.request.sampling.logprobs
+    if num_top is None:
+        return ()
+    return logprobs(logits[: len(token_ids)], torch.tensor(token_ids, device=logits.device), num_top)

@@ -1,0 +1,239 @@
+"""Chooses tokens from logits, for rows of many requests at once.
+
+The token at a position is argmax(log p + noise): p is the request's processed distribution there, and the noise is
+Gumbel noise that depends on the request's seed, the position and the token id alone. So a token depends neither on
+the rows beside it, nor on the step, nor on whether the row verified a draft or followed the last token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.request import SamplingParams, TokenLogprob
+
+# tokens that are ranked first when top-p stands alone; the whole vocabulary only if their mass does not reach it
+NUCLEUS_LOOK = 512
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """For whom a row of logits is sampled.
+
+    slot           where the request's token counts lie
+    position       of the token to be chosen, from the prompt's start
+    num_outputs    output tokens before it
+    draft_token_ids   those of them that are drafts, not yet in the counts
+    """
+
+    sampling: SamplingParams
+    seed: int
+    slot: int
+    position: int
+    num_outputs: int
+    draft_token_ids: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Holds, per slot, the counts that penalties need; everything else is a function of its arguments.
+
+    counts     [slots, vocab] int32   output tokens so far
+    in_prompt  [slots, vocab] bool
+    """
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self._counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        return self._counts.nbytes + self._in_prompt.nbytes
+
+    def begin(self, slot: int, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Forgets the slot's last request."""
+        if has_penalties(sampling):
+            self._counts[slot] = 0
+            self._in_prompt[slot] = False
+            self._in_prompt[slot, torch.tensor(prompt_token_ids, device=self._device)] = True
+
+    def observe(self, slot: int, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Counts tokens that became part of the output."""
+        if has_penalties(sampling):
+            ids = torch.tensor(token_ids, device=self._device)
+            self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """argmax(log p + noise) of each row; argmax(log p) at temperature 0.
+
+        logits  [rows, vocab] fp32, -inf where an id may never be chosen; left as they are
+        return  [rows] int64
+        """
+        logits = self._adjust(logits, rows)
+        token_ids = logits.argmax(dim=-1)
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        if drawn:
+            token_ids[drawn] = self._draw(logits[drawn], [rows[index] for index in drawn])
+        return token_ids
+
+    def _adjust(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Penalties, then logit bias, then stop ids that are still too early."""
+        penalised = [index for index, row in enumerate(rows) if has_penalties(row.sampling)]
+        biased = [index for index, row in enumerate(rows) if row.sampling.logit_bias]
+        early = [index for index, row in enumerate(rows) if row.num_outputs < row.sampling.min_tokens]
+        if not (penalised or biased or early):
+            return logits
+        logits = logits.clone()
+        if penalised:
+            logits[penalised] = self._penalise(logits[penalised], [rows[index] for index in penalised])
+        for index in biased:
+            ids, values = zip(*rows[index].sampling.logit_bias.items(), strict=True)
+            logits[index, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=self._device)
+        for index in early:
+            logits[index, list(rows[index].sampling.stop_token_ids)] = -torch.inf
+        return logits
+
+    def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        slots = [row.slot for row in rows]
+        counts = self._counts[slots]
+        for index, row in enumerate(rows):
+            for token_id in row.draft_token_ids:
+                counts[index, token_id] += 1
+        params = [row.sampling for row in rows]
+        return penalise(
+            logits,
+            counts,
+            self._in_prompt[slots],
+            self._column([p.presence_penalty for p in params]),
+            self._column([p.frequency_penalty for p in params]),
+            self._column([p.repetition_penalty for p in params]),
+        )
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        params = [row.sampling for row in rows]
+        logits = logits / self._column([p.temperature for p in params])
+        keys = torch.tensor([noise_key(row.seed, row.position) for row in rows], device=self._device)
+        if all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in params):
+            ids = torch.arange(logits.shape[-1], device=self._device)
+            return (logits + gumbel(keys[:, None], ids)).argmax(dim=-1)
+        # truncation leaves a few tokens of many; only they need noise
+        index, ids = (logits >= self._lowest_kept(logits, params)).nonzero(as_tuple=True)
+        scores = torch.full_like(logits, -torch.inf)
+        scores[index, ids] = logits[index, ids] + gumbel(keys[index], ids)
+        return scores.argmax(dim=-1)
+
+    def _lowest_kept(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        return lowest_kept(
+            logits,
+            [p.top_k for p in params],
+            self._column([p.top_p for p in params]),
+            self._column([p.min_p for p in params]),
+        )
+
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+
+def penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    in_prompt: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> torch.Tensor:
+    """l' = l / r if l > 0 else l * r, for ids in prompt or output; then l' - presence * (count > 0) - frequency * count
+
+    logits     [rows, vocab]
+    counts     [rows, vocab] int   of each id in the output
+    in_prompt  [rows, vocab] bool
+    presence, frequency, repetition   [rows, 1]
+    """
+    repeated = in_prompt | (counts > 0)
+    logits = torch.where(repeated, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - presence * (counts > 0) - frequency * counts
+
+
+def lowest_kept(logits: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit that top-k, then top-p over what is left, then min-p keep. At least the largest is kept, and
+    of equal logits all or none, so that the choice does not depend on how the rows beside it are sorted.
+
+    logits        [rows, vocab]
+    top_k         per row, 0 for off
+    top_p, min_p  [rows, 1]
+    return        [rows, 1]
+    """
+    vocab = logits.shape[-1]
+    limits = [min(k or vocab, vocab) for k in top_k]
+    limit = torch.tensor(limits, device=logits.device)[:, None]
+    is_unlimited = limit == vocab
+    ranked = max(k if k < vocab else min(NUCLEUS_LOOK, vocab) for k in limits)
+    best = logits.topk(ranked, dim=-1).values
+    total = (logits - best[:, :1]).exp().sum(dim=-1, keepdim=True)
+    if ranked < vocab and bool((is_unlimited & (top_p < 1) & (_mass(best, limit)[:, -1:] < top_p * total)).any()):
+        best = logits.sort(dim=-1, descending=True).values
+    mass = _mass(best, limit)
+    total = torch.where(is_unlimited, total, mass[:, -1:])
+    within = torch.arange(best.shape[-1], device=logits.device) < limit
+    # a token is kept while the mass of those before it has not reached top_p
+    kept = within & ((mass - (best - best[:, :1]).exp() < top_p * total) | (top_p >= 1))
+    lowest = best.gather(-1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
+    lowest = lowest.masked_fill(is_unlimited & (top_p >= 1), -torch.inf)
+    return torch.maximum(lowest, best[:, :1] + min_p.log())
+
+
+def _mass(best: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Running sum of exp(l - max) over the first `limit` of each row's logits, sorted from the largest."""
+    within = torch.arange(best.shape[-1], device=best.device) < limit
+    return ((best - best[:, :1]).exp() * within).cumsum(dim=-1)
+
+
+def noise_key(seed: int, position: int) -> int:
+    """63 bits that differ in an unrelated way for each seed and position."""
+    return _mix64(_mix64(seed & _MASK64) + position) >> 1
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """-log(-log(u)), u uniform in (0, 1) and a function of key and token id.
+
+    keys       int64, as from noise_key
+    token_ids  int64, of a shape that broadcasts with keys
+    return     fp32
+    """
+    bits = _mix32(_mix32(token_ids ^ (keys & _MASK32)) + (keys >> 32) & _MASK32)
+    # 1 - u rather than u: the tail that decides lies where fp32 is finest
+    rest = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-torch.log1p(-rest)).log()
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """An invertible 32-bit hash in int64 arithmetic, the same on every device."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK32
+    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
+    return x ^ (x >> 16)
+
+
+def _mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
+    return x ^ (x >> 31)
+
+
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[TokenLogprob, ...]:
+    """log softmax of the model's own logits, at the chosen ids and at the num_top most likely ones.
+
+    logits     [rows, vocab] fp32
+    token_ids  [rows] int64
+    """
+    log_p = logits.log_softmax(dim=-1)
+    chosen = log_p.gather(-1, token_ids[:, None])[:, 0].tolist()
+    values, ids = log_p.topk(num_top, dim=-1)
+    tops = [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return tuple(TokenLogprob(logprob, top) for logprob, top in zip(chosen, tops, strict=True))

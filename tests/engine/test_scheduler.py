@@ -1,0 +1,248 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import QueueFullError
+from engine.request import Request, SamplingParams
+from engine.scheduler import Outcome, Scheduler, cut_at_end
+
+NUM_DRAFTS = 3
+
+
+def scheduler(**changes):
+    defaults = {
+        "num_blocks": 16,
+        "num_slots": 4,
+        "prefill_chunk": 128,
+        "num_drafts": NUM_DRAFTS,
+        "max_queued_requests": 4,
+        "max_queued_tokens": 10_000,
+    }
+    return Scheduler(**defaults | changes)
+
+
+def request(name, num_prompt_tokens, max_tokens=8, priority=0):
+    return Request(name, (1,) * num_prompt_tokens, SamplingParams(max_tokens=max_tokens), priority=priority)
+
+
+def spans(schedule):
+    return [(chunk.state.request.request_id, chunk.start, chunk.end) for chunk in schedule.chunks]
+
+
+def decoding(schedule):
+    return [state.request.request_id for state in schedule.decodes]
+
+
+def step(scheduler, token_ids=(7,), drafts=()):
+    """One step in which every sampled request gets the same tokens and drafts."""
+    schedule = scheduler.schedule()
+    return schedule, scheduler.update(schedule, [Outcome(token_ids, (), drafts) for _ in schedule.sampled])
+
+
+def test_prompt_is_cut_at_multiples_of_64():
+    s = scheduler()
+    s.add(request("a", 300), seed=0)
+    assert [spans(step(s)[0]) for _ in range(3)] == [[("a", 0, 128)], [("a", 128, 256)], [("a", 256, 300)]]
+
+
+def test_what_is_left_of_a_chunk_goes_to_the_next_prompt_in_whole_blocks():
+    s = scheduler()
+    s.add(request("a", 30), seed=0)
+    s.add(request("b", 200), seed=0)
+    assert spans(step(s)[0]) == [("a", 0, 30), ("b", 0, 64)]
+    assert spans(step(s)[0]) == [("b", 64, 192)]
+
+
+def test_remainder_smaller_than_a_block_waits():
+    s = scheduler()
+    s.add(request("a", 100), seed=0)
+    s.add(request("b", 200), seed=0)
+    assert spans(step(s)[0]) == [("a", 0, 100)]
+
+
+def test_decoding_requests_get_a_token_between_two_chunks():
+    s = scheduler()
+    s.add(request("short", 10), seed=0)
+    step(s)
+    s.add(request("long", 400), seed=0)
+    for start in (0, 128, 256):
+        schedule, events = step(s)
+        assert decoding(schedule) == ["short"]
+        assert spans(schedule) == [("long", start, start + 128)]
+        assert [event.request_id for event in events] == ["short"]
+
+
+def test_computed_tokens_follow_what_was_accepted():
+    s = scheduler()
+    s.add(request("a", 10, max_tokens=20), seed=0)
+    step(s, token_ids=(5,), drafts=(6, 7, 8))
+    schedule, events = step(s, token_ids=(6, 7, 9))
+    (state,) = schedule.decodes
+    assert state.token_ids[10:] == [5, 6, 7, 9]
+    assert state.num_computed_tokens == 13
+    assert state.num_accepted_rows == 3
+    assert events[0].token_ids == (6, 7, 9)
+    stats = s.stats()
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_output_tokens) == (3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "token_ids, kept, reason",
+    [
+        ((1, 2, 3), (1, 2, 3), None),
+        ((1, 99, 3), (1,), "stop"),
+        ((99,), (), "stop"),
+        ((1, 2, 3, 4), (1, 2, 3, 4), "length"),
+        ((1, 2, 3, 4, 5), (1, 2, 3, 4), "length"),
+        ((1, 2, 3, 99), (1, 2, 3), "stop"),
+        ((1, 2, 3, 4, 99), (1, 2, 3, 4), "length"),
+    ],
+)
+def test_output_ends_before_the_stop_token_and_at_the_limit(token_ids, kept, reason):
+    sampling = SamplingParams(max_tokens=6, stop_token_ids=(99,))
+    assert cut_at_end(token_ids, 2, sampling) == (kept, reason)
+
+
+def test_finished_request_frees_everything():
+    s = scheduler()
+    s.add(request("a", 70, max_tokens=1), seed=0)
+    _, (event,) = step(s)
+    assert event.finish_reason == "length"
+    assert not s.has_requests
+    assert s.stats().num_free_kv_blocks == 16
+    s.check_integrity()
+
+
+def test_admission_reserves_prompt_and_output():
+    s = scheduler(num_blocks=4)
+    s.add(request("a", 64, max_tokens=128), seed=0)
+    s.add(request("b", 64, max_tokens=64), seed=0)
+    assert (s.stats().num_running, s.stats().num_waiting) == (1, 1)
+    step(s)
+    # one block of three is written; the rest is promised, not taken
+    assert s.stats().num_free_kv_blocks == 2
+    s.abort("a")
+    assert spans(step(s)[0]) == [("b", 0, 64)]
+
+
+def test_first_in_line_is_not_overtaken():
+    s = scheduler(num_blocks=4)
+    s.add(request("a", 64, max_tokens=64), seed=0)
+    s.add(request("large", 192, max_tokens=64), seed=0)
+    s.add(request("small", 10), seed=0)
+    assert s.stats().num_waiting == 2
+
+
+def test_priority_comes_before_arrival():
+    s = scheduler(num_slots=1)
+    s.add(request("a", 10), seed=0)
+    s.add(request("b", 10), seed=0)
+    s.add(request("urgent", 10, priority=1), seed=0)
+    step(s)
+    s.abort("a")
+    assert spans(step(s)[0]) == [("urgent", 0, 10)]
+
+
+def test_queue_is_bounded_by_requests():
+    s = scheduler(num_slots=1, max_queued_requests=1)
+    s.add(request("a", 10), seed=0)
+    s.add(request("b", 10), seed=0)
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        s.add(request("c", 10), seed=0)
+    s.check_integrity()
+
+
+def test_queue_is_bounded_by_prompt_tokens():
+    s = scheduler(num_slots=1, max_queued_tokens=100)
+    s.add(request("a", 500), seed=0)
+    s.add(request("b", 60), seed=0)
+    with pytest.raises(QueueFullError, match="120 prompt tokens"):
+        s.add(request("c", 60), seed=0)
+    s.add(request("d", 40), seed=0)
+
+
+def test_without_a_queue_only_what_runs_at_once_is_taken():
+    s = scheduler(num_slots=1, max_queued_requests=0)
+    s.add(request("a", 10), seed=0)
+    with pytest.raises(QueueFullError):
+        s.add(request("b", 10), seed=0)
+
+
+def test_abort_of_an_unknown_request_is_ignored():
+    assert scheduler().abort("nobody") is None
+
+
+class Chaos(RuleBasedStateMachine):
+    """Random submits, steps with random acceptance, and aborts in any state."""
+
+    @initialize(num_blocks=st.integers(2, 20), num_slots=st.integers(1, 4), prefill_chunk=st.sampled_from([64, 128]))
+    def start(self, num_blocks, num_slots, prefill_chunk):
+        self.scheduler = scheduler(num_blocks=num_blocks, num_slots=num_slots, prefill_chunk=prefill_chunk)
+        self.num_blocks = num_blocks
+        self.expected: dict[str, int] = {}
+        self.num_submitted = 0
+
+    @rule(num_prompt_tokens=st.integers(1, 300), max_tokens=st.integers(1, 150), priority=st.integers(-1, 1))
+    def submit(self, num_prompt_tokens, max_tokens, priority):
+        if num_prompt_tokens + max_tokens > self.num_blocks * 64:
+            return
+        name = f"r{self.num_submitted}"
+        self.num_submitted += 1
+        try:
+            self.scheduler.add(request(name, num_prompt_tokens, max_tokens, priority), seed=0)
+        except QueueFullError:
+            return
+        self.expected[name] = max_tokens
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        assert self.scheduler.abort(name).finish_reason == "abort"
+        del self.expected[name]
+
+    @rule(data=st.data())
+    def step(self, data):
+        schedule = self.scheduler.schedule()
+        assert not (schedule.is_empty and self.expected), "requests starve"
+        assert sum(chunk.end - chunk.start for chunk in schedule.chunks) <= 128
+        for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
+            assert len(state.block_ids) * 64 <= state.token_limit + 63
+        self.check_rows_have_blocks(schedule)
+        for event in self.scheduler.update(schedule, [self.outcome(data, state) for state in schedule.sampled]):
+            self.expected[event.request_id] -= len(event.token_ids)
+            assert self.expected[event.request_id] >= 0
+            if event.finish_reason is not None:
+                assert self.expected.pop(event.request_id) == 0
+
+    def check_rows_have_blocks(self, schedule):
+        for chunk in schedule.chunks:
+            assert len(chunk.state.block_ids) * 64 >= chunk.end
+        for state in schedule.decodes:
+            assert len(state.block_ids) * 64 >= len(state.token_ids) + len(state.draft_token_ids)
+
+    def outcome(self, data, state):
+        drafts = state.draft_token_ids if not state.is_prefilling else ()
+        num_new = data.draw(st.integers(1, 1 + len(drafts)))
+        remaining = state.token_limit - len(state.token_ids) - num_new
+        return Outcome((1,) * num_new, (), (2,) * max(0, min(NUM_DRAFTS, remaining - 1)))
+
+    @invariant()
+    def nothing_leaks(self):
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats.num_running + stats.num_waiting == len(self.expected)
+        if not self.expected:
+            assert stats.num_free_kv_blocks == self.num_blocks
+
+    def teardown(self):
+        if self.num_submitted:
+            for name in list(self.expected):
+                self.scheduler.abort(name)
+            self.scheduler.check_integrity()
+            assert not self.scheduler.has_requests
+
+
+TestChaos = Chaos.TestCase
+TestChaos.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
