@@ -2,7 +2,7 @@
 
 from config.engine import EngineConfig
 from config.keys import Key, KeyRing, load_keys
-from config.load import ConfigError, load, usage
+from config.load import ConfigError, load, split_flags, usage
 from config.router import Lane, RouterConfig, Upstream
 from config.server import ServerConfig
 
@@ -17,5 +17,6 @@ __all__ = [
     "Upstream",
     "load",
     "load_keys",
+    "split_flags",
     "usage",
 ]

@@ -1,14 +1,18 @@
 """The file of API keys: names and digests, never the keys themselves."""
 
 import hashlib
+import json
+import os
 import secrets
+import tempfile
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from config.load import ConfigError
+from config.load import ConfigError, nearest
 from config.section import Section
 
 KEY_PREFIX = "ll-"
@@ -19,7 +23,9 @@ class Key(Section):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    lanes: tuple[str, ...] = ("long", "short")
+    lanes: tuple[Literal["long", "short"], ...] = Field(default=("long", "short"), min_length=1)
+    """Lanes it may use."""
+
     models: tuple[str, ...] = ()
     """Model names it may use; all when empty."""
 
@@ -47,7 +53,17 @@ def generate() -> str:
 
 
 def load_keys(path: Path) -> KeyRing:
-    """Reads ``[[keys]]`` tables; raises ConfigError that names the file and the key."""
+    """The keys of a file that must hold some; raises ConfigError that names the file and the key."""
+    keys = read_keys(path)
+    if not keys:
+        raise ConfigError(
+            f"keys file {path}: holds no key; `python -m router.keys add --file {path} --name NAME` adds one"
+        )
+    return KeyRing(keys)
+
+
+def read_keys(path: Path) -> list[Key]:
+    """Reads ``[[keys]]`` tables; raises ConfigError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -57,14 +73,32 @@ def load_keys(path: Path) -> KeyRing:
     if set(tables) - {"keys"} or not isinstance(tables.get("keys", []), list):
         raise ConfigError(f"keys file {path}: only [[keys]] tables belong here")
     keys = [_key(path, index, table) for index, table in enumerate(tables.get("keys", []), 1)]
-    names = [key.name for key in keys]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"keys file {path}: two keys have the same name")
-    if not keys:
-        raise ConfigError(
-            f"keys file {path}: holds no key; `python -m router.keys add --file {path} --name NAME` adds one"
-        )
-    return KeyRing(keys)
+    for field in ("name", "sha256"):
+        values = [getattr(key, field) for key in keys]
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise ConfigError(f"keys file {path}: two keys have the same {field}: {twice}")
+    return keys
+
+
+def write_keys(path: Path, keys: Iterable[Key]) -> None:
+    """Replaces the file in one step, readable by its owner only, so that no reader ever sees half of it."""
+    text = "\n".join(_table(key) for key in keys)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _table(key: Key) -> str:
+    # JSON strings, lists and numbers are TOML as well
+    fields = key.model_dump(exclude_defaults=True)
+    return "[[keys]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
 
 
 def _key(path: Path, index: int, table: dict) -> Key:
@@ -72,5 +106,8 @@ def _key(path: Path, index: int, table: dict) -> Key:
         return Key(**table)
     except (ValidationError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"keys file {path}: key {index}: {field}: {first['msg']}") from error
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"]
+        if isinstance(error, ValidationError) and first["type"] == "extra_forbidden":
+            message = f"is not a field; {nearest(where, list(Key.model_fields))}"
+        raise ConfigError(f"keys file {path}: key {index}: {where}: {message}") from error

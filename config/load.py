@@ -2,10 +2,11 @@
 
 import difflib
 import os
+import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -61,18 +62,48 @@ def flag_names(sections: Mapping[str, type[Section]]) -> dict[str, tuple[str, st
 
 def usage(program: str, sections: Mapping[str, type[Section]]) -> str:
     """The text of `--help`: each flag with its default and meaning."""
+    lines = [
+        f"usage: python -m {program} [--config FILE] [flags]",
+        "",
+        "Settings: defaults < file < environment < flags. A flag is also a key of its [section] in the TOML file",
+        f"and {ENV_PREFIX}SECTION_KEY in the environment.",
+    ]
     short = {target: name for name, target in flag_names(sections).items()}
-    lines = [f"usage: python -m {program} [--config FILE] [flags]", ""]
-    lines.append(
-        f"Each flag is also a key of its [section] in the file and {ENV_PREFIX}SECTION_KEY in the environment."
-    )
     for section, cls in sections.items():
         lines += ["", f"[{section}]"]
-        for field, info in cls.model_fields.items():
-            default = "" if info.default is None else f" (default {info.default})"
-            about = (info.description or "").replace("\n", " ")
-            lines.append(f"  --{short[section, field]}{default}".ljust(46) + about)
+        for field in cls.model_fields:
+            lines += _flag_help(cls, field, f"--{short[section, field]}")
     return "\n".join(lines)
+
+
+def _flag_help(cls: type[Section], field: str, flag: str) -> list[str]:
+    info = cls.model_fields[field]
+    if _nested(cls, field) is not None:
+        flag = f"[[{field}]], in a file only"
+    notes = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
+    about = (info.description or "").replace("\n", " ")
+    words = [about, f"One of: {', '.join(notes)}." if notes else "", _default_help(info.default)]
+    text = " ".join(word for word in words if word)
+    indent = " " * 6
+    wrapped = textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [f"  {flag}", *wrapped]
+
+
+def _default_help(default: Any) -> str:
+    return "" if default in (None, (), "") else f"[{default}]"
+
+
+def split_flags(sections: Mapping[str, type[Section]], argv: Sequence[str]) -> dict[str, list[str]]:
+    """The flags of each section in their full form, `--config` for all, to hand on to programs of single sections."""
+    split: dict[str, list[str]] = {section: [] for section in sections}
+    for name, value in _words(sections, argv):
+        if name == "config":
+            for words in split.values():
+                words.append(f"--config={value}")
+        else:
+            section, field = flag_names(sections)[name]
+            split[section].append("--" + f"{section}-{field}".replace("_", "-") + f"={value}")
+    return split
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -83,18 +114,48 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def _parse_flags(sections: Mapping[str, type[Section]], argv: Sequence[str]) -> dict[Any, Any]:
     names = flag_names(sections)
     flags: dict[Any, Any] = {}
+    for name, value in _words(sections, argv):
+        if name == "config":
+            flags[name] = value
+        else:
+            flags[names[name]] = _from_text(sections, names[name], value, f"--{name}")
+    return flags
+
+
+def _words(sections: Mapping[str, type[Section]], argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Flag and value pairs of a command line; raises ConfigError."""
+    names = flag_names(sections)
     words = iter(argv)
     for word in words:
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} is not a flag: write --name value")
         name, equals, value = word[2:].partition("=")
         if name != "config" and name not in names:
-            known = [f"--{known}" for known in ("config", *names)]
-            raise ConfigError(f"--{name} is not a flag; {nearest('--' + name, known)}")
-        if not equals and (value := next(words, None)) is None:
-            raise ConfigError(f"--{name} needs a value")
-        flags["config" if name == "config" else names[name]] = value
-    return {key: value if key == "config" else _from_text(sections, key, value) for key, value in flags.items()}
+            raise ConfigError(_unknown_flag(sections, name))
+        if not equals:
+            value = "true" if _is_switch(sections, names.get(name)) else _value_after(name, words)
+        yield name, value
+
+
+def _is_switch(sections: Mapping[str, type[Section]], key: tuple[str, str] | None) -> bool:
+    return key is not None and sections[key[0]].model_fields[key[1]].annotation is bool
+
+
+def _value_after(name: str, words: Iterator[str]) -> str:
+    value = next(words, None)
+    if value is None:
+        raise ConfigError(f"--{name} needs a value")
+    if value.startswith("--"):
+        raise ConfigError(f"--{name} needs a value, but {value} follows; write --{name}={value} if that is meant")
+    return value
+
+
+def _unknown_flag(sections: Mapping[str, type[Section]], name: str) -> str:
+    owners = [section for section, cls in sections.items() if name.replace("-", "_") in cls.model_fields]
+    if owners:
+        return f"--{name} belongs to several parts: write " + " or ".join(f"--{owner}-{name}" for owner in owners)
+    known = [f"--{known}" for known in ("config", *flag_names(sections))]
+    return f"--{name} is not a flag; {nearest('--' + name, known)}"
 
 
 def _read_environment(sections: Mapping[str, type[Section]], environ: Mapping[str, str]) -> dict[tuple[str, str], Any]:
@@ -111,14 +172,16 @@ def _read_environment(sections: Mapping[str, type[Section]], environ: Mapping[st
             continue
         if variable not in names:
             raise ConfigError(f"environment: {variable} is not a setting; {nearest(variable, list(names))}")
-        found[names[variable]] = _from_text(sections, names[variable], value)
+        found[names[variable]] = _from_text(sections, names[variable], value, f"environment: {variable}")
     return found
 
 
-def _from_text(sections: Mapping[str, type[Section]], key: tuple[str, str], value: str) -> Any:
+def _from_text(sections: Mapping[str, type[Section]], key: tuple[str, str], value: str, source: str) -> Any:
     """Flags and variables are text: lists are split at commas, an empty word means not set."""
     section, field = key
     info = sections[section].model_fields[field]
+    if _nested(sections[section], field) is not None:
+        raise ConfigError(f"{source}: tables are set in a file only: write [[{section}.{field}]]")
     if get_origin(info.annotation) is tuple:
         return [word.strip() for word in value.split(",") if word.strip()]
     return None if value == "" and info.default is None else value
@@ -161,14 +224,12 @@ def _explain(section: str, cls: type[Section], item: Any, origin: Origins) -> st
     if not where:
         return f"[{section}] {message}"
     source = origin.get((section, where[0]), "default")
-    if item["type"] == "extra_forbidden" and len(where) > 1:
-        known = _nested_fields(cls, where[0])
-        message = f"is not a setting; {nearest(where[-1], known)}" if known else "is not a setting"
+    if item["type"] == "extra_forbidden" and (nested := _nested(cls, where[0])):
+        message = f"is not a setting; {nearest(where[-1], list(nested.model_fields))}"
     return f"{source}: [{section}] {'.'.join(where)}: {message}"
 
 
-def _nested_fields(cls: type[Section], field: str) -> list[str]:
-    for part in getattr(cls.model_fields[field].annotation, "__args__", ()):
-        if isinstance(part, type) and issubclass(part, Section):
-            return list(part.model_fields)
-    return []
+def _nested(cls: type[Section], field: str) -> type[Section] | None:
+    """The class of the tables in a list of tables."""
+    parts = getattr(cls.model_fields[field].annotation, "__args__", ())
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)

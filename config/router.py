@@ -104,6 +104,8 @@ class RouterConfig(Section):
     workers: int = 1
     """Always 1: one gateway is one process."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "text"] = "json"
+    """One JSON object per line, or words for a terminal."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

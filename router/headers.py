@@ -27,7 +27,7 @@ TO_CLIENT = (
 )
 # trusted by the engine's server only beside the shared secret
 TENANT = "x-longlane-tenant"
-SECRET = "x-longlane-secret"
+SECRET = "x-longlane-gateway-secret"
 UNBUFFERED = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 

@@ -1,23 +1,34 @@
-"""One JSON object per line on standard error; requests are told without their content."""
+"""One line per event on standard error; requests are told without their content."""
 
 import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import Any, Literal
 
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
-        line |= getattr(record, "fields", {})
+        line = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()} | _fields(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-def start_logging(level: str) -> None:
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = (f"{name}={value}" for name, value in _fields(record).items() if value is not None)
+        words = " ".join((f"gateway: {record.getMessage()}", *fields))
+        return f"{words}\n{self.formatException(record.exc_info)}" if record.exc_info else words
+
+
+def start_logging(level: str, form: Literal["json", "text"]) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("longlane").setLevel(level.upper())
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})

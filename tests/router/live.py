@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import uvloop
 
 from config import RouterConfig, Upstream
-from router.__main__ import bind, http_server
 from router.app import Gateway
+from router.listen import bind, http_server
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> float:

@@ -65,6 +65,9 @@ def test_keys_are_read_again_and_a_bad_file_changes_nothing(gateway, upstream, c
     path.write_text(good.replace(digest(secrets["alice"]), digest("ll-new")))
     assert status(old) == 401
     assert status(bearer("ll-new")) == 200
+    # the last key was revoked: nobody may call
+    path.write_text("")
+    assert status(bearer("ll-new")) == 401
 
 
 def test_key_limits_lanes_and_models(gateway, upstream, client, keys_file):
@@ -92,7 +95,7 @@ def test_secrets_of_the_client_stay_here(gateway, upstream, client, keys_file, c
         "x-api-key": secrets["alice"],
         "cookie": "session=1",
         "x-longlane-tenant": "root",
-        "x-longlane-secret": "guess",
+        "x-longlane-gateway-secret": "guess",
         "x-forwarded-for": "1.2.3.4",
         "anthropic-version": "2023-06-01",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
@@ -103,7 +106,7 @@ def test_secrets_of_the_client_stay_here(gateway, upstream, client, keys_file, c
     assert got.target == CHAT + "?beta=true"
     assert got.headers["authorization"] == "Bearer sk-upstream"
     assert got.headers["x-longlane-tenant"] == "alice"
-    assert got.headers["x-longlane-secret"] == "between-us"
+    assert got.headers["x-longlane-gateway-secret"] == "between-us"
     assert not {"cookie", "x-api-key", "x-forwarded-for"} & set(got.headers)
     assert (got.headers["anthropic-version"], got.headers["traceparent"]) == ("2023-06-01", headers["traceparent"])
     assert got.headers["x-request-id"] == response.headers["x-request-id"] == "mine-1"
@@ -115,7 +118,7 @@ def test_secrets_of_the_client_stay_here(gateway, upstream, client, keys_file, c
 def test_short_lane_gets_no_tenant(gateway, upstream, client):
     short = upstream()
     client.post(gateway(long=upstream(), short=short, gateway_secret="s").url + CHAT, json=BODY)
-    assert not {"x-longlane-tenant", "x-longlane-secret", "authorization"} & set(short.requests[0].headers)
+    assert not {"x-longlane-tenant", "x-longlane-gateway-secret", "authorization"} & set(short.requests[0].headers)
 
 
 def test_response_headers_are_filtered_and_no_cookie_wanders(gateway, upstream, client):

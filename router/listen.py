@@ -1,0 +1,62 @@
+"""Sockets to listen on and the servers behind them."""
+
+import errno
+import socket
+from contextlib import nullcontext
+
+import uvicorn
+
+from config import RouterConfig
+
+# above the idle time after which clients drop a pooled connection themselves
+_KEEP_ALIVE_S = 75
+
+
+class PortError(Exception):
+    """A port cannot be listened on; the text says what to do."""
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to its owner, who stops several servers with one."""
+
+    def capture_signals(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A bound socket; raises PortError that names the flag to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortError(
+                f"port {port} on {host} is taken: stop what listens there, or choose another with {flag} PORT"
+            ) from error
+        raise PortError(f"cannot listen on {host} port {port} ({flag}): {error.strerror}") from error
+    return listener
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def http_server(config: RouterConfig, app: object, lifespan: str) -> QuietServer:
+    return QuietServer(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan=lifespan,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        )
+    )
