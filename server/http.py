@@ -1,0 +1,51 @@
+"""Bodies in and out."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.errors import ApiError, BadRequestError, BodyTooLargeError
+from server.protocol import Body, parse, to_json
+
+# parsing a larger body would hold up every stream
+INLINE_BYTES = 262_144
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers())
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, counted while it arrives. raises BodyTooLargeError"""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def read_json(request: Request, kind: type[Body], max_bytes: int) -> tuple[Body, list[str]]:
+    """The request and the names of its unknown fields. raises BadRequestError, BodyTooLargeError"""
+    raw = await read_body(request, max_bytes)
+    if not raw:
+        raise BadRequestError("The body is empty; send a JSON object.", code="invalid_json")
+    if len(raw) <= INLINE_BYTES:
+        return parse(raw, kind)
+    return await asyncio.to_thread(parse, raw, kind)
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is larger than {max_bytes} bytes (max_body_bytes of the server).")

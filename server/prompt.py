@@ -1,0 +1,140 @@
+"""A conversation as token ids: what clients send, made into what the template takes."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.chat_template import ChatTemplate
+from server.checkpoint import TextFiles
+from server.errors import BadRequestError, PromptTooLongError, UnsupportedError
+from server.protocol import ChatMessage, ContentPart
+from server.reasoning import is_open
+from server.tokens import TextEncoder, TooManyTokensError
+from server.tool_schema import refuse_constant
+
+logger = logging.getLogger(__name__)
+
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES |= {"function": "tool"}
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+# OpenAI's words for effort -> the template's
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """starts_in_thought: the rendered text ends with an open `<think>`"""
+
+    token_ids: tuple[int, ...]
+    starts_in_thought: bool = False
+
+
+class PromptBuilder:
+    """Blocking, for a worker thread."""
+
+    def __init__(self, files: TextFiles, encoder: TextEncoder, max_model_len: int) -> None:
+        self._template = ChatTemplate(files.template)
+        self._encoder = encoder
+        self._max_model_len = max_model_len
+
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Prompt:
+        """raises BadRequestError, PromptTooLongError"""
+        marked, mark = self._template.render(conversation(messages), tools, options)
+        return Prompt(self._encode(marked, mark), is_open(marked))
+
+    def options(self, kwargs: Mapping[str, Any] | None, effort: str | None, thinks: bool | None) -> dict[str, Any]:
+        """Template options of the request's several ways to ask for them; the template's own names win."""
+        options = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        if thinks is not None:
+            options.setdefault("enable_thinking", thinks)
+        if effort == "none":
+            options.setdefault("enable_thinking", False)
+        elif effort is not None:
+            if effort not in EFFORTS:
+                raise BadRequestError(
+                    f"reasoning_effort: {effort!r} is none of none, {', '.join(EFFORTS)}.", param="reasoning_effort"
+                )
+            # a template without this option thinks as it always does
+            if "reasoning_effort" in self._template.variables:
+                options.setdefault("reasoning_effort", EFFORTS[effort])
+        return options
+
+    def _encode(self, marked: str, mark: str) -> tuple[int, ...]:
+        # room for one output token
+        limit = self._max_model_len - 1
+        try:
+            ids = self._encoder.encode_prompt(marked, mark, limit)
+        except TooManyTokensError as error:
+            raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False) from error
+        return tuple(ids)
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages in the template's form: one system message at the head, text contents, arguments as objects.
+
+    Later system messages become user turns where they stand, so that what comes before them stays cached.
+    """
+    turns = [_turn(message, index) for index, message in enumerate(messages)]
+    head = next((index for index, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
+    system = "\n\n".join(turn["content"] for turn in turns[:head])
+    rest = [turn | {"role": "user"} if turn["role"] == "system" else turn for turn in turns[head:]]
+    if rest and rest[0]["role"] == "tool" and not head:
+        # the template opens a tool turn only after another turn
+        rest[0] = {"role": "user", "content": rest[0]["content"]}
+    if not any(turn["role"] == "user" for turn in rest):
+        raise BadRequestError("messages: there is no message of role user; add one.", param="messages")
+    return [{"role": "system", "content": system}, *rest] if head else rest
+
+
+def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise BadRequestError(
+            f"messages[{index}].role: {message.role!r} is none of {', '.join(sorted(ROLES))}.",
+            param=f"messages[{index}].role",
+        )
+    role = ROLES[message.role]
+    turn: dict[str, Any] = {"role": role, "content": _text(message.content, index)}
+    if role == "assistant":
+        # always a string: else the template would look for a thought inside the content and cut it there
+        turn["reasoning_content"] = message.reasoning_content or message.reasoning or ""
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {"name": call.function.name, "arguments": arguments(call.function.arguments)}
+                for call in message.tool_calls
+            ]
+    return turn
+
+
+def _text(content: str | Sequence[ContentPart] | None, index: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, where: str) -> str:
+    if part.type not in TEXT_PARTS:
+        raise UnsupportedError(f"{where}: parts of type {part.type!r} are not supported; send text parts.", param=where)
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise BadRequestError(f"{where}.text is missing.", param=f"{where}.text")
+    return text
+
+
+def arguments(value: Any) -> dict[str, Any]:
+    """Arguments of a call in the history. What is no JSON object is kept as it is under `_raw`, never refused."""
+    if isinstance(value, dict):
+        return value
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    try:
+        parsed = json.loads(value, parse_constant=refuse_constant) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    logger.warning("a tool call in the history has arguments that are no JSON object")
+    return {"_raw": value}

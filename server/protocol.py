@@ -1,0 +1,172 @@
+"""Requests and answers of chat completions, as OpenAI writes them."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from server.errors import BadRequestError
+
+# known, and without effect on the answer; every other unknown field is ignored and counted too
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "user",
+        "store",
+        "service_tier",
+        "verbosity",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_control",
+    }
+)
+# understood, but the answer would be another one than was asked for
+REFUSED = {
+    "audio": "answers are text only",
+    "modalities": 'only ["text"] is supported',
+    "web_search_options": "there is no web search",
+    "prediction": "predicted outputs are not supported",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "best_of": "use n",
+    "use_beam_search": "there is no beam search",
+    "guided_json": "constrained output is not supported",
+    "guided_regex": "constrained output is not supported",
+    "guided_choice": "constrained output is not supported",
+    "guided_grammar": "constrained output is not supported",
+    "structured_outputs": "constrained output is not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "echo": "the prompt is not repeated",
+    "bad_words": "use logit_bias",
+    "continue_final_message": "an answer is always a new message",
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that every generating API shares. None means that the client left the choice to the server."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: list[ChatMessage]
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """The request and the names of fields that it does not know.
+
+    raises  BadRequestError, for wrong types with the field named
+    """
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        body = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(error) from error
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise BadRequestError("The body is not valid UTF-8.", code="invalid_json") from error
+    except RecursionError as error:
+        raise BadRequestError("The body is nested too deeply.", code="invalid_json") from error
+    return body, _unknown(fields, kind)
+
+
+def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body]) -> list[str]:
+    known = set(kind.__struct_fields__)
+    given = [name for name, value in fields.items() if name not in known and bytes(value) != b"null"]
+    for name in given:
+        if name in REFUSED and not _is_neutral(name, bytes(fields[name])):
+            raise BadRequestError(
+                f"{name} is not supported: {REFUSED[name]}.", param=name, code="unsupported_parameter"
+            )
+    return [name for name in given if name not in REFUSED]
+
+
+def _is_neutral(name: str, value: bytes) -> bool:
+    """Whether a refused field asks for nothing."""
+    return value in (b"false", b"[]", b"{}", b"0", b'"none"', b'["text"]') or (name == "best_of" and value == b"1")
+
+
+def _wrong_field(error: msgspec.ValidationError) -> BadRequestError:
+    message, _, path = str(error).partition(" - at `$")
+    param = re.sub(r"\[\.\.\.\]", "", path.removesuffix("`")).lstrip(".") or None
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        param = ".".join(filter(None, (param, missing[1])))
+        return BadRequestError(f"{param} is missing.", param=param)
+    where = f"{param}: " if param else "The body: "
+    return BadRequestError(f"{where}{message[:1].lower()}{message[1:]}.", param=param)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON without the characters that some clients take for line ends."""
+    data = _encoder.encode(value)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for char in ("\u2028", "\u2029", "\x85"):
+            data = data.replace(char.encode(), f"\\u{ord(char):04x}".encode())
+    return data

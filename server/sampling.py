@@ -1,0 +1,112 @@
+"""Sampling values of a request: checked, and filled in with the checkpoint's own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine import SamplingParams
+from server.checkpoint import SamplingDefaults
+from server.errors import BadRequestError, PromptTooLongError
+from server.protocol import SamplingFields
+
+MAX_CHOICES = 16
+MAX_STOPS = 64
+MAX_TOP_LOGPROBS = 20
+# name -> lowest and highest value
+RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 1_000_000),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+    "seed": (-(2**63), 2**64 - 1),
+    "n": (1, MAX_CHOICES),
+    "min_tokens": (0, 1_000_000),
+}
+SEED_MASK = 2**63 - 1
+
+
+def check_ranges(request: SamplingFields) -> None:
+    for name, (low, high) in RANGES.items():
+        value = getattr(request, name)
+        if value is not None and not low <= value <= high:
+            raise BadRequestError(f"{name}: {value} is not between {low} and {high}.", param=name)
+    if request.top_p == 0:
+        raise BadRequestError(
+            "top_p: 0 leaves no token to choose; for greedy output write temperature 0.", param="top_p"
+        )
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise BadRequestError(f"stop: {len(stops)} strings; at most {MAX_STOPS} are allowed.", param="stop")
+    if "" in stops:
+        raise BadRequestError(
+            "stop: an empty string would stop before the first character; leave it out.", param="stop"
+        )
+    return stops
+
+
+def logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
+            raise BadRequestError(f"logit_bias: {key!r} is no token id below {vocab_size}.", param="logit_bias")
+        if not -100 <= value <= 100:
+            raise BadRequestError(f"logit_bias: {value} is not between -100 and 100.", param="logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def num_logprobs(wants: bool | None, top: int | None) -> int | None:
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise BadRequestError(f"top_logprobs: {top} is not between 0 and {MAX_TOP_LOGPROBS}.", param="top_logprobs")
+    if top and not wants:
+        raise BadRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return (top or 0) if wants else None
+
+
+def output_limit(asked: int | None, default: int, num_prompt_tokens: int, max_model_len: int, name: str) -> int:
+    """Output tokens of a request: what it asks for, as far as it fits. raises PromptTooLongError when nothing fits"""
+    if asked is not None and asked < 1:
+        raise BadRequestError(f"{name}: {asked} is less than 1.", param=name)
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLongError(max_model_len, num_prompt_tokens)
+    return min(default if asked is None else asked, room)
+
+
+def sampling_params(
+    request: SamplingFields,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    logprobs: int | None,
+) -> SamplingParams:
+    """raises BadRequestError"""
+
+    def chosen(name: str, neutral: Any = 0.0) -> Any:
+        value = getattr(request, name)
+        return getattr(defaults, name, neutral) if value is None else value
+
+    ends = () if request.ignore_eos else tuple(stop_token_ids)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=chosen("temperature"),
+        # -1 is another way to say off
+        top_k=max(0, chosen("top_k")),
+        top_p=chosen("top_p"),
+        min_p=chosen("min_p"),
+        presence_penalty=chosen("presence_penalty"),
+        frequency_penalty=chosen("frequency_penalty"),
+        repetition_penalty=chosen("repetition_penalty"),
+        logit_bias=logit_bias(request.logit_bias, vocab_size),
+        seed=None if request.seed is None else request.seed & SEED_MASK,
+        stop_token_ids=(*ends, *(request.stop_token_ids or ())),
+        min_tokens=min(chosen("min_tokens", 0), max_tokens),
+        logprobs=logprobs,
+    )
