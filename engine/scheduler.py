@@ -140,6 +140,10 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._by_id)
 
+    @property
+    def running(self) -> tuple[RequestState, ...]:
+        return tuple(self._running)
+
     def add(self, request: Request, seed: int) -> None:
         """Takes a checked request. raises QueueFullError when it would have to wait and may not"""
         state = RequestState(request, self._num_arrived, seed, list(request.prompt_token_ids))
