@@ -1,0 +1,297 @@
+"""Chat completions through the OpenAI SDK and over plain sockets."""
+
+import json
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from tests.server.live import NAME
+from tests.server.raw import TOOLS as FUNCTIONS
+
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+
+
+def ask(text: str, **fields) -> dict:
+    return {"model": NAME, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def whole(live, text: str, **fields) -> dict:
+    answer = live.post(ask(text, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def joined(chunks: list) -> dict:
+    """Message and finish reason per choice, made of a stream as a client makes them."""
+    choices: dict[int, dict] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"] if chunk != "[DONE]" else ():
+            made = choices.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": [], "finishes": []})
+            delta = choice["delta"]
+            made["content"] += delta.get("content") or ""
+            made["reasoning"] += delta.get("reasoning_content") or ""
+            assert delta.get("reasoning_content") == delta.get("reasoning")
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    assert part["index"] == len(made["calls"])
+                    assert part["function"]["arguments"] == ""
+                    made["calls"].append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
+                else:
+                    assert set(part) == {"index", "function"}
+                    assert set(part["function"]) == {"arguments"}
+                    made["calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+            if choice["finish_reason"]:
+                made["finishes"].append(choice["finish_reason"])
+    return choices
+
+
+def message_of(choice: dict) -> dict:
+    message = choice["message"]
+    calls = message.get("tool_calls", [])
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning_content", ""),
+        "calls": [(call["function"]["name"], call["function"]["arguments"]) for call in calls],
+        "finish": choice["finish_reason"],
+    }
+
+
+PROMPTS = [
+    ("hi", {}),
+    ("call the tool", {"tools": TOOLS}),
+    ("call the tool", {"tools": TOOLS, "tool_choice": "none"}),
+    ("call the tool", {}),
+    ("call twice", {"tools": TOOLS}),
+    ("call in characters", {"tools": TOOLS}),
+    ("cut the call", {"tools": TOOLS, "max_tokens": 20}),
+    ("only think", {"max_tokens": 3}),
+    ("stop here", {"stop": "own fox"}),
+    ("stop here", {"stop": ["zzz", "quick"]}),
+    ("emoji", {}),
+    ("end by limit", {}),
+    ("hi", {"n": 3}),
+]
+
+
+@pytest.mark.parametrize(("text", "fields"), PROMPTS)
+def test_the_stream_joins_to_the_whole_answer(live, text, fields):
+    answer = whole(live, text, **fields)
+    chunks = live.stream(ask(text, **fields))
+    assert chunks[-1] == "[DONE]"
+    for index, made in joined(chunks).items():
+        expected = message_of(answer["choices"][index])
+        assert len(made["finishes"]) == 1
+        assert {
+            "content": made["content"],
+            "reasoning": made["reasoning"],
+            "calls": [(call["name"], call["arguments"]) for call in made["calls"]],
+            "finish": made["finishes"][0],
+        } == expected
+    assert len(joined(chunks)) == len(answer["choices"]) == fields.get("n", 1)
+
+
+def test_the_sdk_reads_an_answer(live):
+    answer = live.openai.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "hi"}], seed=1)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Hello, world", "stop")
+    assert choice.message.reasoning_content == choice.message.reasoning == "hm"
+    assert answer.usage.prompt_tokens == 11
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_the_sdk_accumulates_a_stream_with_tools(live):
+    with live.openai.chat.completions.stream(
+        model=NAME, messages=[{"role": "user", "content": "call the tool"}], tools=TOOLS
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    made = final.choices[0].message.tool_calls[0].function
+    assert (made.name, json.loads(made.arguments)) == ("edit", {"path": "/srv/a", "line": 12})
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_every_chunk_is_complete(live):
+    for fields in ({}, {"stream_options": {"include_usage": True}}, {"tools": TOOLS}):
+        for chunk in live.stream(ask("call the tool", **fields)):
+            if chunk != "[DONE]":
+                assert {"id", "object", "created", "model", "choices"} <= set(chunk)
+                assert chunk["object"] == "chat.completion.chunk"
+                ChatCompletionChunk.model_validate(chunk, strict=True)
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": None}, {}])
+def test_usage_comes_only_when_asked_for(live, options):
+    chunks = live.stream(ask("hi", stream_options=options))
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+def test_usage_comes_last_and_alone(live):
+    *chunks, last, done = live.stream(ask("hi", stream_options={"include_usage": True}))
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"] == whole(live, "hi")["usage"]
+
+
+def test_tool_calls_are_numbered(live):
+    calls = joined(live.stream(ask("call twice", tools=TOOLS)))[0]["calls"]
+    assert [call["name"] for call in calls] == ["get_time", "get_time"]
+    assert len({call["id"] for call in calls}) == 2
+
+
+def test_parallel_calls_can_be_turned_off(live):
+    answer = whole(live, "call twice", tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_of_calls_has_no_content(live):
+    assert whole(live, "call twice", tools=TOOLS)["choices"][0]["message"]["content"] is None
+
+
+def test_a_cut_call_is_no_call_to_execute(live):
+    choice = whole(live, "cut the call", tools=TOOLS, max_tokens=20)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"old": "one two')
+
+
+def test_thinking_alone_still_finishes(live):
+    choice = whole(live, "only think", max_tokens=3)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning_content"] == "thinking and thinking"
+
+
+def test_thinking_off_comes_as_content(live):
+    for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        message = whole(live, "only think", **fields)["choices"][0]["message"]
+        assert message["content"] == "thinking and thinking and thinking"
+        assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_the_output_limit(live, field):
+    answer = whole(live, "hi", **{field: 2})
+    assert answer["usage"]["completion_tokens"] == 2
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_output_limit_beyond_the_context_is_clamped(live):
+    assert whole(live, "hi", max_tokens=1_000_000)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_null_is_absent(live):
+    nulls = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "max_tokens",
+        "tools",
+        "tool_choice",
+        "logit_bias",
+        "logprobs",
+    ]
+    nulls += ["stream", "stream_options", "response_format", "user", "audio", "reasoning_effort", "parallel_tool_calls"]
+    expected = message_of(whole(live, "hi")["choices"][0])
+    assert message_of(whole(live, "hi", **dict.fromkeys(nulls))["choices"][0]) == expected
+    assert message_of(whole(live, "hi", tools=[], tool_choice=None)["choices"][0]) == expected
+    assert message_of(whole(live, "hi", tool_choice="auto")["choices"][0]) == expected
+
+
+def test_other_tool_types_are_skipped(live):
+    tools = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}, *TOOLS]
+    assert whole(live, "call the tool", tools=tools)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_logprobs_stand_beside_their_tokens(live):
+    answer = whole(live, "stop here", logprobs=True, top_logprobs=2)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    assert "".join(entry["token"] for entry in content) == "</think>\n\nThe quick brown fox jumps"
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [0.0, -9999.0]
+    streamed = live.stream(ask("stop here", logprobs=True, top_logprobs=2))
+    parts = [choice["logprobs"] for chunk in streamed[:-1] for choice in chunk["choices"]]
+    assert [entry for part in parts if part for entry in part["content"]] == content
+    assert (
+        whole(live, "hi", logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    )
+    assert whole(live, "hi")["choices"][0]["logprobs"] is None
+
+
+def test_line_separators_are_escaped_on_the_wire(live):
+    raw = live.post({**ask("emoji"), "stream": True}).content
+    assert not any(separator.encode() in raw for separator in ("\u2028", "\u2029", "\x85"))
+    assert len(raw.decode().splitlines()) == raw.count(b"\n")
+    assert whole(live, "emoji")["choices"][0]["message"]["content"] == "🧑‍🚀 日本 a\u2028b\u2029c\x85d"
+
+
+def test_a_repeated_prompt_says_what_was_cached(live):
+    text = "the same long words again and again " * 40
+    first, second = whole(live, text), whole(live, text)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < second["usage"]["prompt_tokens"]
+    assert cached % 64 == 0
+
+
+def test_the_checkpoint_s_defaults_fill_what_the_request_leaves_open(live):
+    from server.chat import plan_chat
+    from server.protocol import ChatRequest, parse
+    from server.sampling import sampling_params
+
+    model = live.serving.model
+
+    def params(**fields):
+        body, _ = parse(json.dumps(ask("hi", **fields)).encode(), ChatRequest)
+        plan_chat(body, model)
+        return sampling_params(
+            body, model.files.sampling, max_tokens=5, vocab_size=248_077, stop_token_ids=(1, 2), logprobs=None
+        )
+
+    plain = params()
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.seed) == (0.7, 20, 0.8, None)
+    assert plain.stop_token_ids == (1, 2)
+    asked = params(
+        temperature=0,
+        top_k=-1,
+        top_p=1,
+        min_p=0.1,
+        seed=-5,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        logit_bias={"7": -100},
+        stop_token_ids=[9],
+        ignore_eos=True,
+        min_tokens=3,
+    )
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.min_p) == (0, 0, 1, 0.1)
+    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (1, -1, 1.1)
+    assert (asked.seed, asked.logit_bias, asked.stop_token_ids, asked.min_tokens) == (2**63 - 5, {7: -100}, (9,), 3)
+
+
+def test_models_show_their_limits(live):
+    (card,) = live.http.get("/v1/models").json()["data"]
+    assert card["id"] == NAME
+    assert card["max_model_len"] == card["context_length"] == card["context_window"] == 4096
+    assert card["default_max_tokens"] == 4095
+    assert live.openai.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="serves 'scripted-model'"):
+        live.openai.models.retrieve("other")
+
+
+def test_an_engine_that_aborts_finishes_the_choice(live):
+    from engine import TokenEvent
+    from server.choice import Choice
+    from tests.server.raw import rules
+
+    choice = Choice(rules(), live.serving.model.files.vocabulary)
+    assert choice.push(TokenEvent("r", (104, 105))).finish_reason is None
+    assert choice.push(TokenEvent("r", finish_reason="abort")).finish_reason == "length"
+    assert choice.push(TokenEvent("r", (104,), finish_reason="stop")).events == []
