@@ -74,9 +74,12 @@ class Gateway:
         for one in lane.LANES:
             if lane.is_fallback(one, candidates):
                 names = ", ".join(self.workers)
-                _log.info("no upstream is configured for the %s lane: it falls back to %s", one, names)
+                hint = " (--vllm-url names a vLLM for it)" if one == "short" else ""
+                _log.info("the %s lane has no upstream of its own and falls back to: %s%s", one, names, hint)
         if self.config.keys_file is None:
-            _log.info("no keys are configured: any key is accepted, from this machine only")
+            _log.info("no keys are configured: loopback only, any key is accepted")
+        else:
+            _log.info("keys are read from %s", self.config.keys_file)
 
     async def _serve(self, exchange: Exchange) -> None:
         with self.metrics.open_requests.track_inprogress():

@@ -168,7 +168,6 @@ async def _bring_up(settings: Mapping[str, Any], children: Sequence[Child]) -> N
     await gateway_child.start()
     await _wait_ready(gateway_child, gateway_url)
     say(f"the gateway is ready on {gateway_url} (metrics on {_url(router.admin_host, router.admin_port)}/metrics)")
-    _say_conditions(router)
     _say_examples(gateway_url, card["id"], has_keys=router.keys_file is not None)
     await asyncio.gather(*(_keep_alive(child) for child in children))
 
@@ -239,15 +238,6 @@ def _first_model(url: str, key: str | None) -> dict[str, Any]:
 
 def _describe(card: Mapping[str, Any]) -> str:
     return f"{card['id']} on {card.get('device', 'an unnamed device')}, {card.get('max_model_len')} tokens of context"
-
-
-def _say_conditions(router: RouterConfig) -> None:
-    if router.keys_file is None:
-        say("no keys are configured: both listen on loopback only and accept any key")
-    else:
-        say(f"keys are read from {router.keys_file}")
-    if not router.upstreams and router.vllm_url is None:
-        say("no vLLM address is configured (--vllm-url): the short lane falls back to the local engine")
 
 
 def _say_examples(url: str, model: str, has_keys: bool) -> None:

@@ -1,0 +1,72 @@
+# make serve | test | test-real | lint | bench      PYTHON=..., TORCH=..., ARGS="flags of the program"
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: serve test test-real lint bench clean FORCE
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install -qq --disable-pip-version-check
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+ARGS ?=
+# what was chosen once stays, so that `make test` after `make serve TORCH=...` keeps the GPU build
+TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(TORCH_CPU))
+
+serve: $(VENV)/.ready
+	@$(BIN)/python -m router.local $(ARGS)
+
+test: $(VENV)/.ready-test
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-real: $(VENV)/.ready-test
+	@$(BIN)/python -m pytest --real -m real $(ARGS)
+
+lint: $(VENV)/.ready-test
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+bench: $(VENV)/.ready
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	@echo "installing what the tests need"
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing $(TORCH)"
+	@$(PIP) '$(TORCH)' $(if $(findstring +cpu,$(TORCH)),2>$(VENV)/torch.log || $(PIP) '$(TORCH)' --index-url $(TORCH_CPU_INDEX) || { cat $(VENV)/torch.log; rm -f $(VENV)/.torch; exit 1; })
+	@echo "installing Longlane's dependencies"
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.torch: FORCE | $(VENV)/.made
+	@if [ "$$(cat $@ 2>/dev/null)" != '$(TORCH)' ]; then echo '$(TORCH)' > $@; fi
+
+FORCE:
+
+define FIND_PYTHON
+for python in $${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+  python=
+done
+if [ -z "$$python" ]; then
+  echo "Longlane needs Python 3.11 or newer: apt install python3, or name one with make PYTHON=/path/to/python3" >&2
+  exit 1
+fi
+if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then
+  echo "$$python cannot create environments: apt install python3-venv, or name another with make PYTHON=/path/to/python3" >&2
+  exit 1
+fi
+echo "creating the environment in $(VENV) with $$("$$python" --version), once; this takes some minutes"
+"$$python" -m venv --clear $(VENV)
+endef
+export FIND_PYTHON
+export PYTHON
+
+$(VENV)/.made:
+	@eval "$$FIND_PYTHON"
+	@touch $@
