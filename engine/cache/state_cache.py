@@ -8,7 +8,7 @@ from engine.ops.delta_state import DeltaState
 
 
 class StateCache:
-    """One slot per request: committed state and taps, and the rows of the last pass that may be taken back.
+    """One slot per request: committed state, and the rows of the last pass that may be taken back.
 
     layers  the Gated DeltaNet layers in order
     """
@@ -23,11 +23,10 @@ class StateCache:
         self.num_slots = num_slots
         self._storage = DeltaState(
             state=zeros(num_slots, value_heads, GDN_HEAD_DIM, GDN_HEAD_DIM),
-            taps=zeros(num_slots, CONV_WIDTH - 1, config.gdn_channels),
+            inputs=zeros(num_slots, CONV_WIDTH - 1 + MAX_PENDING_ROWS, config.gdn_channels),
             pending_key=zeros(*pending, key_heads, GDN_HEAD_DIM),
             pending_u=zeros(*pending, value_heads, GDN_HEAD_DIM),
             pending_alpha=zeros(*pending, value_heads),
-            pending_input=zeros(*pending, config.gdn_channels),
         )
         self.layers = [DeltaState(*tensors) for tensors in zip(*self._storage.tensors(), strict=True)]
 

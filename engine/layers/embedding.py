@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.layers.linear import Linear
+
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
@@ -18,14 +20,13 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """weight [vocab, hidden]; rows from num_ids on stand for no token, so their logits are -inf"""
+    """projection [vocab, hidden]; rows from num_ids on stand for no token, so their logits are -inf"""
 
-    weight: torch.Tensor
+    projection: Linear
     num_ids: int
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] fp32"""
-        logits = F.linear(hidden, self.weight).float()
-        if self.num_ids < len(self.weight):
-            logits[:, self.num_ids :] = float("-inf")
+        logits = self.projection(hidden).float()
+        logits[:, self.num_ids :] = float("-inf")
         return logits

@@ -14,7 +14,6 @@ from engine.ops.gated_delta_fold import gated_delta_fold
 from engine.ops.gated_delta_gates import gated_delta_gates
 from engine.ops.gated_delta_recurrent import gated_delta_recurrent
 from engine.ops.l2_norm import l2_norm
-from engine.ops.ragged import lengths, pad_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +22,12 @@ class GatedDeltaNet:
 
     projection           [channels + value_heads * value_dim + 2 * value_heads, hidden]  query|key|value, z, a, b
     conv                 [channels, width] over query|key|value
-    decay_rate, dt_bias  [value_heads] fp32; decay_rate is exp(A_log)
+    decay, dt_bias  [value_heads] fp32; decay is -exp(A_log)
     """
 
     projection: Linear
     conv: torch.Tensor
-    decay_rate: torch.Tensor
+    decay: torch.Tensor
     dt_bias: torch.Tensor
     norm: GatedRMSNorm
     output: Linear
@@ -42,20 +41,16 @@ class GatedDeltaNet:
         value_width = self.value_heads * self.value_dim
         sizes = [len(self.conv), value_width, self.value_heads, self.value_heads]
         mixed, z, a, b = self.projection(x).split(sizes, dim=-1)
-        gates = gated_delta_gates(a, b, self.decay_rate, self.dt_bias)
+        gates = gated_delta_gates(a, b, self.decay, self.dt_bias)
         attended = self._attend(*self._convolve(mixed, rows, memory), *gates, rows, memory)
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         return self.output(self.norm(attended, z).flatten(1))
 
     def _convolve(self, mixed: torch.Tensor, rows: Rows, memory: DeltaState) -> tuple[torch.Tensor, ...]:
         """Query and key of unit length and value, one row per token, in fp32."""
-        slots = rows.state_slots
-        convolved, taps = causal_conv(mixed, memory.taps[slots], self.conv, rows.query_starts)
-        if rows.commits:
-            memory.taps[slots] = taps
-        else:
-            padded = pad_rows(mixed, lengths(rows.query_starts)).to(memory.pending_input.dtype)
-            memory.pending_input[slots, : padded.shape[1]] = padded
+        convolved = causal_conv(
+            mixed, self.conv, memory.inputs, rows.state_slots, rows.query_starts, commits=rows.commits
+        )
         width = 2 * self.key_heads * self.key_dim
         query_key = l2_norm(convolved[:, :width].unflatten(-1, (2 * self.key_heads, self.key_dim)))
         value = convolved[:, width:].unflatten(-1, (self.value_heads, self.value_dim)).to(query_key.dtype)

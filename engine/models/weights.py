@@ -8,7 +8,7 @@ from engine.layers.attention import GatedAttention
 from engine.layers.decoder_layer import DecoderLayer
 from engine.layers.embedding import Embedding, Head
 from engine.layers.gated_delta_net import GatedDeltaNet
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, linear
 from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
 from engine.layers.mtp import Mtp
@@ -44,7 +44,7 @@ class _Builder:
             embedding=Embedding(embedding),
             layers=[self._layer(f"layers.{i}.", layer_type) for i, layer_type in enumerate(config.layer_types)],
             norm=self._norm("norm.weight"),
-            head=Head(embedding if config.tie_word_embeddings else self._linear("lm_head").weight, config.num_ids),
+            head=Head(linear(embedding) if config.tie_word_embeddings else self._linear("lm_head"), config.num_ids),
             rope=plain_rope(ROTATED_DIMS, config.rope_theta, self._device),
             mtp=self._mtp() if config.has_mtp else None,
         )
@@ -79,7 +79,7 @@ class _Builder:
             for name, count in (("q_norm.weight", heads), ("k_norm.weight", kv_heads))
         ]
         return GatedAttention(
-            projection=Linear(torch.cat([query, key, value, gate]).to(self._device)),
+            projection=linear(torch.cat([query, key, value, gate]).to(self._device)),
             norm=RMSNorm(torch.cat(factors), self._config.rms_norm_eps),
             output=self._linear(prefix + "o_proj"),
             heads=heads,
@@ -92,7 +92,7 @@ class _Builder:
         return GatedDeltaNet(
             projection=self._linear(*(prefix + name for name in names)),
             conv=self._wide(prefix + "conv1d.weight").squeeze(1),
-            decay_rate=self._wide(prefix + "A_log").exp(),
+            decay=-self._wide(prefix + "A_log").exp(),
             dt_bias=self._wide(prefix + "dt_bias"),
             norm=GatedRMSNorm(self._wide(prefix + "norm.weight"), self._config.rms_norm_eps),
             output=self._linear(prefix + "out_proj"),
@@ -133,7 +133,7 @@ class _Builder:
         return RMSNorm(1 + self._wide(name), self._config.rms_norm_eps)
 
     def _linear(self, *names: str) -> Linear:
-        return Linear(torch.cat([self._read(name + ".weight") for name in names]).to(self._device))
+        return linear(torch.cat([self._read(name + ".weight") for name in names]).to(self._device))
 
     def _wide(self, name: str) -> torch.Tensor:
         return self._checkpoint.read(name, torch.float32).to(self._device)

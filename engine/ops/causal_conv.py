@@ -3,36 +3,55 @@
 import torch
 import torch.nn.functional as F
 
-from engine.ops.ragged import lengths, pad_rows, unpad_rows
+from engine.ops.ragged import lengths, of_slots, pad_rows, unpad_rows
 
 
 def causal_conv(
-    x: torch.Tensor, taps: torch.Tensor, weight: torch.Tensor, query_starts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[t] = silu(sum_j weight[:, j] * x[t + j - width + 1]), where a request's rows follow upon its taps.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    commits: bool,
+) -> torch.Tensor:
+    """y[t] = silu(sum_j weight[:, j] * x[t + j - width + 1]), where a request's rows follow upon its slot's inputs.
 
     x             [rows, channels]
-    taps          [requests, width - 1, channels]  inputs before the first row, oldest first
     weight        [channels, width]
+    inputs        [slots, width - 1 + MAX_PENDING_ROWS, channels]  width - 1 committed ones, then pending ones
+    state_slots   [requests] int64
     query_starts  [requests + 1] int32
-    return        [rows, channels] dtype of x, and the taps after the last row, shape and dtype of taps
+    return        [rows, channels]  dtype of x
+    writes        inputs of those slots: the committed ones when the rows commit, else the pending ones
+    bounds        at most MAX_PENDING_ROWS rows per request unless they commit
     """
-    return causal_conv_reference(x, taps, weight, query_starts)
+    return causal_conv_reference(x, weight, inputs, state_slots, query_starts, commits)
 
 
 def causal_conv_reference(
-    x: torch.Tensor, taps: torch.Tensor, weight: torch.Tensor, query_starts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = lengths(query_starts)
-    inputs = torch.cat([taps, pad_rows(x, num_rows).to(taps.dtype)], dim=1)
-    longest = max(num_rows)
-    columns = weight.to(taps.dtype).unbind(1)
-    y = inputs[:, :longest] * columns[0]
-    for j, column in enumerate(columns[1:], start=1):
-        y.addcmul_(inputs[:, j : j + longest], column)
-    return unpad_rows(F.silu(y).to(x.dtype), num_rows), windows(inputs, num_rows, taps.shape[1])
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    commits: bool,
+) -> torch.Tensor:
+    num_rows, slots, kept = lengths(query_starts), state_slots.tolist(), weight.shape[1] - 1
+    padded = pad_rows(x, num_rows).to(inputs.dtype)
+    window = torch.cat([of_slots(inputs, slots)[:, :kept], padded], dim=1)
+    for slot, row, count in zip(slots, window, num_rows, strict=True):
+        if commits:
+            inputs[slot, :kept] = row[count : count + kept]
+        else:
+            inputs[slot, kept : kept + count] = row[kept : kept + count]
+    return unpad_rows(_convolved(window, weight.to(inputs.dtype)).to(x.dtype), num_rows)
 
 
-def windows(inputs: torch.Tensor, firsts: list[int], width: int) -> torch.Tensor:
-    """[requests, length, channels] -> [requests, width, channels], beginning at firsts[i] in request i."""
-    return torch.stack([rows[first : first + width] for rows, first in zip(inputs, firsts, strict=True)])
+def _convolved(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[requests, width - 1 + rows, channels] -> [requests, rows, channels]"""
+    first, *others = weight.unbind(1)
+    rows = window.shape[1] - len(others)
+    y = window[:, :rows] * first
+    for j, column in enumerate(others, start=1):
+        y.addcmul_(window[:, j : j + rows], column)
+    return F.silu(y)

@@ -4,7 +4,7 @@ import torch
 
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_fold import write
-from engine.ops.ragged import lengths, pad_rows, unpad_rows
+from engine.ops.ragged import lengths, of_slots, pad_rows, unpad_rows
 
 
 def gated_delta_recurrent(
@@ -39,12 +39,13 @@ def gated_delta_recurrent_reference(
     state_slots: torch.Tensor,
     query_starts: torch.Tensor,
 ) -> torch.Tensor:
-    num_rows = lengths(query_starts)
+    num_rows, slots = lengths(query_starts), state_slots.tolist()
     query, key, value, log_alpha, beta = (pad_rows(x, num_rows) for x in (query, key, value, log_alpha, beta))
     alpha = log_alpha.exp()
-    output, u = recur(query, key, value, alpha, beta, _slots_of(memory.state, state_slots))
+    output, u = recur(query, key, value, alpha, beta, of_slots(memory.state, slots))
     for pending, rows in ((memory.pending_key, key), (memory.pending_u, u), (memory.pending_alpha, alpha)):
-        pending[state_slots, : rows.shape[1]] = rows.to(pending.dtype)
+        for slot, row in zip(slots, rows, strict=True):
+            pending[slot, : len(row)] = row
     return unpad_rows(output, num_rows)
 
 
@@ -57,24 +58,21 @@ def recur(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and u of [requests, rows, ...] from state [requests, heads, value_dim, key_dim], which is not written."""
-    rows, group = query.shape[1], value.shape[2] // key.shape[2]
-    query, key = (x.repeat_interleave(group, dim=2) for x in (query * query.shape[-1] ** -0.5, key))
+    requests, rows, key_heads, key_dim = key.shape
+    heads, value_dim = value.shape[2:]
     # both products of a row in one reading of the state: o = alpha S q + u (k . q)
-    both = torch.stack([key, query], dim=-1)
-    overlap = (key * query).sum(-1, keepdim=True)
+    both = torch.stack([key, query * key_dim**-0.5], dim=3)
+    overlap = both.prod(3).sum(-1, keepdim=True).repeat_interleave(heads // key_heads, dim=2)
     outputs, written = [], []
     for t in range(rows):
-        seen, read = (torch.matmul(state, both[:, t]) * alpha[:, t, :, None, None]).unbind(-1)
+        grouped = state.reshape(requests, key_heads, -1, key_dim)
+        products = torch.matmul(both[:, t], grouped.mT).unflatten(-1, (-1, value_dim))
+        seen, read = (
+            products.transpose(1, 2).reshape(requests, 2, heads, value_dim) * alpha[:, t, None, :, None]
+        ).unbind(1)
         u = beta[:, t, :, None] * (value[:, t] - seen)
         outputs.append(read + u * overlap[:, t])
         written.append(u)
         if t + 1 < rows:
             state = write(state, alpha[:, t], u, key[:, t])
     return torch.stack(outputs, dim=1), torch.stack(written, dim=1)
-
-
-def _slots_of(state: torch.Tensor, state_slots: torch.Tensor) -> torch.Tensor:
-    if len(state_slots) > 1:
-        return state[state_slots]
-    slot = int(state_slots)
-    return state[slot : slot + 1]

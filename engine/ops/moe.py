@@ -16,7 +16,7 @@ def moe(
     weights  [rows, chosen]
     gate_up  [num_experts, 2 * width, hidden]  gate above up
     down     [num_experts, hidden, width]
-    return   [rows, hidden]  dtype of x; summed in at least fp32, in the order of j
+    return   [rows, hidden]  dtype of x; summed in at least fp32
     """
     return moe_reference(x, experts, weights, gate_up, down)
 
@@ -24,17 +24,16 @@ def moe(
 def moe_reference(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    rows, chosen = experts.shape
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
-    # one product per expert over the rows that chose it
-    groups = x[order // chosen].split(counts)
-    outputs = [
-        F.linear(silu_mul_reference(F.linear(group, gate_up[e])), down[e])
-        for e, group in enumerate(groups)
-        if len(group)
-    ]
+    rows = order // experts.shape[1]
+    # rows sorted by expert: one product per expert over the rows that chose it
+    hidden = silu_mul_reference(_per_expert(x.index_select(0, rows), counts, gate_up))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    scattered = x.new_empty(rows * chosen, x.shape[1], dtype=dtype)
-    scattered[order] = torch.cat(outputs).to(dtype)
-    return torch.einsum("rch,rc->rh", scattered.view(rows, chosen, -1), weights.to(dtype)).to(x.dtype)
+    outputs = _per_expert(hidden, counts, down).to(dtype) * weights.flatten()[order].to(dtype).unsqueeze(-1)
+    return torch.zeros_like(x, dtype=dtype).index_add_(0, rows, outputs).to(x.dtype)
+
+
+def _per_expert(x: torch.Tensor, counts: list[int], matrices: torch.Tensor) -> torch.Tensor:
+    groups = zip(x.split(counts), matrices, strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups if len(rows)])

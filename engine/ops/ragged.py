@@ -14,7 +14,7 @@ def pad_rows(x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
     """[rows, ...] -> [requests, longest, ...], zeros after a request's last row; a view when all are equally long."""
     requests, longest = len(num_rows), max(num_rows)
     if min(num_rows) == longest:
-        return x.reshape(requests, longest, *x.shape[1:])
+        return x.unflatten(0, (requests, longest))
     padded = x.new_zeros(requests, longest, *x.shape[1:])
     for target, rows in zip(padded, x.split(num_rows), strict=True):
         target[: len(rows)] = rows
@@ -26,3 +26,8 @@ def unpad_rows(x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
     if min(num_rows) == x.shape[1]:
         return x.flatten(0, 1)
     return torch.cat([rows[:count] for rows, count in zip(x, num_rows, strict=True)])
+
+
+def of_slots(x: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """[slots, ...] -> [requests, ...]; a view when there is one request."""
+    return x[slots[0]].unsqueeze(0) if len(slots) == 1 else x[slots]

@@ -1,0 +1,334 @@
+"""Attention of a few rows per request (decode and verification), cut along the context, over plain or coded blocks."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.ops.attention_splits import num_splits, split_count, split_start
+from engine.ops.attention_tile import attend, load_query
+from engine.ops.coded_kv import CodedKV, decoded
+from engine.ops.hadamard import rotate_groups
+from engine.ops.paged_attention import paged_attention_reference
+from engine.ops.paged_kv import PagedKV
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Results of the splits until they are combined; contents never outlive a call.
+
+    partials  [rows, heads, splits, head_dim] fp32, unnormalised outputs
+    stats     [rows, heads, splits, 2] fp32, the maximum of the log2 weights and the sum of the weights
+    """
+
+    partials: torch.Tensor
+    stats: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device | str):
+        splits = num_splits(max_context)
+        partials = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=device)
+        return cls(partials, torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How the kernel is cut; never changes what it computes.
+
+    block_m  query rows times heads of a KV head in one program: 16, or 32 for verification
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def attention_decode(
+    query: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_rows: int = MAX_ROWS,
+    max_context: int | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q kT) v, where the rows of a request are the last tokens of its context and see no later ones.
+
+    A row's result does not depend on the rows or requests beside it, nor on how its context came into the cache.
+
+    query         [rows, heads, head_dim] contiguous; query head h reads KV head h // (heads / kv_heads)
+    query_starts  [requests + 1] int32  request i owns rows query_starts[i] : query_starts[i + 1]
+    context_lens  [requests] int32      tokens in the cache, the rows' own included
+    block_tables  [requests, blocks] int32
+    bounds        at most max_rows rows per request and max_context tokens of context (by default all that the table holds)
+    workspace     for at least as many rows and splits; allocated when not given
+    return        shape and dtype of query
+    """
+    if not query.is_cuda:
+        return attention_decode_reference(query, cache, query_starts, context_lens, block_tables, scale)
+    max_context = max_context or block_tables.shape[1] * cache.keys.shape[1]
+    if workspace is None:
+        rows, heads, head_dim = query.shape
+        workspace = DecodeWorkspace.empty(rows, heads, head_dim, max_context, query.device)
+    return attention_decode_triton(
+        query, cache, query_starts, context_lens, block_tables, scale, max_rows, max_context, workspace
+    )
+
+
+def attention_decode_reference(
+    query: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    wide = query.to(torch.promote_types(query.dtype, torch.float32))
+    if isinstance(cache, CodedKV):
+        block_ids = block_tables.flatten().long()
+        parts = (x[block_ids] for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales))
+        cache = decoded(CodedKV(*parts, cache.is_rotated), wide.dtype)
+        block_tables = torch.arange(len(block_ids), device=block_tables.device).view_as(block_tables)
+    return paged_attention_reference(wide, cache, query_starts, context_lens, block_tables, scale).to(query.dtype)
+
+
+def attention_decode_triton(
+    query: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_rows: int,
+    max_context: int,
+    workspace: DecodeWorkspace,
+    shape: DecodeShape | None = None,
+    dependent: bool = False,
+) -> torch.Tensor:
+    rows, heads, head_dim = query.shape
+    requests, kv_heads = len(context_lens), cache.keys.shape[2]
+    splits = workspace.partials.shape[2]
+    assert query.is_contiguous() and block_tables.stride(1) == 1
+    assert workspace.partials.shape[0] >= rows and num_splits(max_context) <= splits
+    storage = kernel_storage(cache, head_dim)
+    shape = shape or decode_shape(query.device, max_rows * heads // kv_heads, storage["VALUE_FOLD"])
+    group = heads // kv_heads
+    chunks = triton.cdiv(max_rows, shape.block_m // group)
+    per_head = triton.cdiv(shape.programs, kv_heads * chunks * requests)
+    output = torch.empty_like(query)
+    launch = {"launch_pdl": True} if dependent else {}
+    attention_decode_kernel[(min(per_head, num_splits(max_context)), kv_heads * chunks, requests)](
+        query,
+        *storage_tensors(cache),
+        block_tables,
+        query_starts,
+        context_lens,
+        workspace.partials,
+        workspace.stats,
+        scale * math.log2(math.e),
+        block_tables.stride(0),
+        splits,
+        GROUP=group,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        NUM_STAGES=shape.num_stages,
+        PORTABLE=is_interpreted(),
+        DEPENDENT=dependent,
+        num_warps=shape.num_warps,
+        **storage,
+        **launch,
+    )
+    attention_combine_kernel[(max_rows, heads * head_dim // 64, requests)](
+        workspace.partials,
+        workspace.stats,
+        query_starts,
+        context_lens,
+        output,
+        splits,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        FOLD=storage["VALUE_FOLD"],
+        IS_ROTATED=storage["IS_ROTATED"],
+        TILE=64,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **launch,
+    )
+    return output
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on the CPU, where inline assembly and bf16 products do not exist."""
+    return not isinstance(attention_decode_kernel, triton.JITFunction)
+
+
+def storage_tensors(cache: PagedKV | CodedKV) -> tuple[torch.Tensor, ...]:
+    """Keys, values and their scales; plain numbers have none, and their own tensors stand in."""
+    if isinstance(cache, CodedKV):
+        return cache.keys, cache.values, cache.key_scales, cache.value_scales
+    return cache.keys, cache.values, cache.keys, cache.values
+
+
+def kernel_storage(cache: PagedKV | CodedKV, head_dim: int) -> dict:
+    """What a kernel is compiled for: the form of keys and values and where they lie."""
+    is_coded = isinstance(cache, CodedKV)
+    keys, values, key_scales, value_scales = storage_tensors(cache)
+    assert is_coded or keys.dtype == values.dtype == torch.bfloat16, "kernels read bf16 or coded keys and values"
+    assert keys.stride(3) == values.stride(3) == 1
+    key_fold, value_fold = cache.folds if is_coded else (1, 1)
+    return {
+        "KV_HEADS": keys.shape[2],
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": keys.shape[1],
+        "KEY_FOLD": key_fold,
+        "VALUE_FOLD": value_fold,
+        "KEY_STRIDES": keys.stride(),
+        "VALUE_STRIDES": values.stride(),
+        "KEY_SCALE_STRIDES": key_scales.stride(),
+        "VALUE_SCALE_STRIDES": value_scales.stride(),
+        "IS_ROTATED": is_coded and cache.is_rotated,
+    }
+
+
+def decode_shape(device: torch.device, rows_per_kv_head: int, value_fold: int) -> DecodeShape:
+    """Two programs on every multiprocessor; on a CPU (the interpreter) as few as exercise the loop over splits."""
+    if device.type != "cuda":
+        return DecodeShape(block_m=16, block_n=32, num_warps=4, num_stages=1, programs=4)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, value_fold, 2 * processors)
+
+
+def decode_shape_for(capability: tuple[int, int], rows_per_kv_head: int, value_fold: int, programs: int) -> DecodeShape:
+    """Cards with 100 KB of shared memory per multiprocessor hold half a block of tokens in flight."""
+    is_large = capability in ((8, 0), (9, 0), (10, 0))
+    block_n = 64 if is_large or value_fold > 1 else 32
+    block_m = 16 if rows_per_kv_head <= 16 else 32
+    return DecodeShape(block_m, block_n, num_warps=4, num_stages=3 if is_large else 2, programs=programs)
+
+
+@triton.jit
+def attention_decode_kernel(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    tables_ptr,
+    starts_ptr,
+    lens_ptr,
+    partials_ptr,
+    stats_ptr,
+    scale,
+    tables_stride,
+    max_splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    KEY_FOLD: tl.constexpr,
+    VALUE_FOLD: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    KEY_SCALE_STRIDES: tl.constexpr,
+    VALUE_SCALE_STRIDES: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
+    PORTABLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows_per_chunk: tl.constexpr = BLOCK_M // GROUP
+    heads: tl.constexpr = KV_HEADS * GROUP
+    kv_head, chunk, request = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS, tl.program_id(2)
+    first_row = tl.load(starts_ptr + request)
+    rows = tl.load(starts_ptr + request + 1) - first_row
+    context = tl.load(lens_ptr + request)
+    lane = tl.arange(0, BLOCK_M)
+    row = chunk * rows_per_chunk + lane // GROUP
+    live = (lane < rows_per_chunk * GROUP) & (row < rows)
+    limits = tl.where(live, context - rows + row + 1, 0)
+    # int64: rows * heads * splits * head_dim passes 2**31 for several requests
+    item = (first_row + row).to(tl.int64) * heads + kv_head * GROUP + lane % GROUP
+    query = load_query(query_ptr + item * HEAD_DIM, live, HEAD_DIM, KEY_FOLD, IS_ROTATED, PORTABLE)
+    splits = split_count(tl.max(limits, axis=0))
+    width: tl.constexpr = HEAD_DIM // VALUE_FOLD
+    c = tl.arange(0, width)
+    # the far splits are the long ones: first
+    for turn in range(tl.program_id(0), splits, tl.num_programs(0)):
+        split = splits - 1 - turn
+        acc, highest, total = attend(
+            query, limits, split_start(split), tl.minimum(split_start(split + 1), context), context, scale, kv_head,
+            tables_ptr + request.to(tl.int64) * tables_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_FOLD, VALUE_FOLD, KEY_STRIDES, VALUE_STRIDES,
+            KEY_SCALE_STRIDES, VALUE_SCALE_STRIDES, NUM_STAGES, PORTABLE,
+        )  # fmt: skip
+        place = item * max_splits + split
+        for j in tl.static_range(VALUE_FOLD):
+            target = partials_ptr + (place * HEAD_DIM)[:, None] + (j * width + c)[None, :]
+            tl.store(target, acc[j], mask=live[:, None])
+        tl.store(stats_ptr + 2 * place, highest, mask=live)
+        tl.store(stats_ptr + 2 * place + 1, total, mask=live)
+
+
+@triton.jit
+def attention_combine_kernel(
+    partials_ptr,
+    stats_ptr,
+    starts_ptr,
+    lens_ptr,
+    output_ptr,
+    max_splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FOLD: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One group of 64 dimensions of one head of one row, over its splits in their order."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    groups: tl.constexpr = HEAD_DIM // 64
+    request, head, group = tl.program_id(2), tl.program_id(1) // groups, tl.program_id(1) % groups
+    first_row = tl.load(starts_ptr + request)
+    rows = tl.load(starts_ptr + request + 1) - first_row
+    row = tl.program_id(0)
+    if row < rows:
+        splits = split_count(tl.load(lens_ptr + request) - rows + row + 1)
+        item = (first_row + row).to(tl.int64) * HEADS + head
+        tile = tl.arange(0, TILE)
+        tops = tl.full([TILE], float("-inf"), tl.float32)
+        for start in range(0, splits, TILE):
+            place = item * max_splits + start + tile
+            tops = tl.maximum(tops, tl.load(stats_ptr + 2 * place, mask=start + tile < splits, other=float("-inf")))
+        top = tl.max(tops, axis=0)
+        dim = tl.arange(0, 64)
+        # dimension FOLD * c + j of the head stands at j * width + c
+        position = (dim % FOLD) * (HEAD_DIM // FOLD) + group * (64 // FOLD) + dim // FOLD
+        output = tl.zeros([64], tl.float32)
+        total = 0.0
+        for start in range(0, splits, TILE):
+            place = item * max_splits + start + tile
+            held = start + tile < splits
+            weights = tl.exp2(tl.load(stats_ptr + 2 * place, mask=held, other=float("-inf")) - top)
+            total += tl.sum(weights * tl.load(stats_ptr + 2 * place + 1, mask=held, other=0.0), axis=0)
+            source = partials_ptr + (place * HEAD_DIM)[:, None] + position[None, :]
+            output += tl.sum(weights[:, None] * tl.load(source, mask=held[:, None], other=0.0), axis=0)
+        output = output / total
+        if IS_ROTATED:
+            output = tl.reshape(rotate_groups(tl.reshape(output, [1, 8, 8])), [64])
+        target = output_ptr + item * HEAD_DIM + group * 64 + dim
+        tl.store(target, output.to(output_ptr.dtype.element_ty))

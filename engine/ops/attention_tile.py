@@ -1,0 +1,124 @@
+"""What the attention kernels share: a tile of query rows against a range of one request's keys and values.
+
+A stored element holds FOLD dimensions of one token: 1 number, 4 int8 codes, 8 dimensions of an E8 point. All vectors are
+cut into FOLD planes, plane j holding dimension FOLD * c + j at c, so that an element decodes in the registers of the
+thread that loaded it and every plane goes to the tensor cores as it is.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.ops.hadamard import rotate_planes
+from engine.ops.kv_codec_e8 import e8_planes
+from engine.ops.kv_codec_int8 import int8_planes
+
+
+@triton.jit
+def load_query(
+    row_ptrs, live, HEAD_DIM: tl.constexpr, FOLD: tl.constexpr, IS_ROTATED: tl.constexpr, PORTABLE: tl.constexpr
+):
+    """FOLD planes [rows, HEAD_DIM / FOLD] of the query, rotated where the keys are, in the type of the products."""
+    width: tl.constexpr = HEAD_DIM // FOLD
+    c = FOLD * tl.arange(0, width)
+    planes = ()
+    for j in tl.static_range(FOLD):
+        plane = tl.load(row_ptrs[:, None] + (c + j)[None, :], mask=live[:, None], other=0.0)
+        planes = planes + (plane.to(tl.float32),)
+    if IS_ROTATED:
+        planes = rotate_planes(planes, width, FOLD, 1, PORTABLE)
+    narrow = ()
+    for j in tl.static_range(FOLD):
+        narrow = narrow + (planes[j].to(tl.bfloat16 if FOLD == 1 else tl.float16),)
+    return narrow
+
+
+@triton.jit
+def load_planes(
+    ptr, scales_ptr, tokens, context, HEAD_DIM: tl.constexpr, FOLD: tl.constexpr,
+    STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Decoded planes [tokens, HEAD_DIM / FOLD] of one block; what lies beyond the context is zero."""
+    width: tl.constexpr = HEAD_DIM // FOLD
+    c = tl.arange(0, width)
+    ptrs = ptr + tokens[:, None] * STRIDES[1] + c[None, :]
+    held = (tokens < context)[:, None]
+    if FOLD == 1:
+        return (tl.load(ptrs, mask=held, other=0.0),)
+    words = tl.load(ptrs)
+    groups = c // (64 // FOLD)
+    scale_ptrs = scales_ptr + tokens[:, None] * SCALE_STRIDES[1] + groups[None, :] * SCALE_STRIDES[3]
+    # any word is a finite code, but a stale scale may be NaN
+    scales = tl.load(scale_ptrs, mask=held, other=0.0)
+    if FOLD == 4:
+        return int8_planes(words, scales, not PORTABLE)
+    else:
+        return e8_planes(words, scales, not PORTABLE)
+
+
+@triton.jit
+def multiply(a, b, acc, PORTABLE: tl.constexpr):
+    # the interpreter multiplies bf16 wrongly
+    if PORTABLE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def attend(
+    query, limits, first, last, context, scale, kv_head, table_ptr,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_FOLD: tl.constexpr, VALUE_FOLD: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    KEY_SCALE_STRIDES: tl.constexpr, VALUE_SCALE_STRIDES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the positions first : last; row i sees those below limits[i].
+
+    A tile of which a row sees nothing leaves that row's results as they were, bit for bit: the weights are zero and
+    the maximum stays. The sum of the weights is a product with ones, so that its order is that of the tensor cores.
+
+    return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum [BLOCK_M] of log2 weights, their sum [BLOCK_M]
+    """
+    value_width: tl.constexpr = HEAD_DIM // VALUE_FOLD
+    acc = ()
+    for _ in tl.static_range(VALUE_FOLD):
+        acc = acc + (tl.zeros([BLOCK_M, value_width], tl.float32),)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
+    # finite, so that a row that sees nothing yet has weights exp2(-inf) = 0 and not NaN
+    highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    token = tl.arange(0, BLOCK_N)
+    weight_type: tl.constexpr = tl.bfloat16 if VALUE_FOLD == 1 else tl.float16
+    ones = tl.full([BLOCK_N, 16], 1.0, weight_type)
+    for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        offsets = start % BLOCK_SIZE + token
+        # positions within the block at which the context ends
+        end = context - start + start % BLOCK_SIZE
+        key_base = keys_ptr + block * KEY_STRIDES[0] + kv_head * KEY_STRIDES[2]
+        key_scale_base = key_scales_ptr + block * KEY_SCALE_STRIDES[0] + kv_head * KEY_SCALE_STRIDES[2]
+        keys = load_planes(
+            key_base, key_scale_base, offsets, end, HEAD_DIM, KEY_FOLD, KEY_STRIDES, KEY_SCALE_STRIDES, PORTABLE
+        )
+        value_base = values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2]
+        value_scale_base = value_scales_ptr + block * VALUE_SCALE_STRIDES[0] + kv_head * VALUE_SCALE_STRIDES[2]
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for j in tl.static_range(KEY_FOLD):
+            scores = multiply(query[j], tl.trans(keys[j]), scores, PORTABLE)
+        seen = (start + token)[None, :] < limits[:, None]
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None]).to(weight_type)
+        shrink = tl.exp2(highest - higher)
+        highest = higher
+        total = multiply(weights, ones, total * shrink[:, None], PORTABLE)
+        values = load_planes(
+            value_base, value_scale_base, offsets, end, HEAD_DIM, VALUE_FOLD,
+            VALUE_STRIDES, VALUE_SCALE_STRIDES, PORTABLE,
+        )  # fmt: skip
+        grown = ()
+        for j in tl.static_range(VALUE_FOLD):
+            grown = grown + (multiply(weights, values[j], acc[j] * shrink[:, None], PORTABLE),)
+        acc = grown
+    # all columns are the same sum
+    return acc, highest, tl.max(total, axis=1)
