@@ -101,7 +101,8 @@ def make_engine(engine_config: EngineConfig, config: ServerConfig, load: Callabl
 def listen(host: str, port: int) -> socket.socket:
     """raises AddressError, which says how to choose another address"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only where the protocol is spelled out
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

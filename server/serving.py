@@ -13,6 +13,7 @@ from server.errors import OverloadedError
 from server.generation import Generation
 from server.metrics import ServerMetrics
 from server.model import ServedModel, served_model
+from server.script import ScriptError
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,9 @@ class Serving:
         try:
             await self.engine.start()
             self._model = await self._load_model()
-        except (EngineError, TextFilesError, ValueError) as error:
+        except Exception as error:
+            if not isinstance(error, (EngineError, TextFilesError, ScriptError)):
+                logger.exception("the engine's start failed in a way nobody foresaw")
             self._on_failure(error)
             return
         self._on_ready(self._model)

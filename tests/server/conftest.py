@@ -60,7 +60,7 @@ SCRIPT = [
     {"when": "die at once", "output": "</think>\n\none", "die_after": 0},
     {"when": "fail at the end", "output": "</think>\n\none two", "finish": "error"},
     {"when": "end by limit", "output": "</think>\n\none two", "finish": "length"},
-    {"when": "flood", "output": "</think>\n\n" + "0123456789 " * 100_000, "chunk": 64},
+    {"when": "flood", "output": "</think>\n\n" + "0123456789 " * 1000},
     {"when": "json please", "output": '</think>\n\n{"answer": 42}'},
     {"output": "hm\n</think>\n\nHello, world"},
 ]

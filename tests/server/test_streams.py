@@ -1,0 +1,201 @@
+"""Time and disconnects, over real sockets."""
+
+import http.client
+import json
+import socket
+import struct
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server.live import NAME, events, running
+from tests.server.test_chat import TOOLS, ask
+
+
+def connect(live, body: dict) -> socket.socket:
+    """A raw client that has sent its request."""
+    raw = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    return client
+
+
+def reset(client: socket.socket) -> None:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+
+
+def is_idle(live) -> bool:
+    stats = live.engine.stats
+    return stats.num_running == stats.num_waiting == 0
+
+
+def read_until(client: socket.socket, marker: bytes) -> bytes:
+    received = b""
+    while marker not in received:
+        part = client.recv(65536)
+        assert part, received
+        received += part
+    return received
+
+
+def test_headers_forbid_buffering(live):
+    with live.http.stream("POST", "/v1/chat/completions", json=ask("hi", stream=True)) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert answer.headers["cache-control"] == "no-cache, no-transform"
+        assert "content-encoding" not in answer.headers
+
+
+def test_headers_come_at_once_and_heartbeats_while_nothing_else_does(live):
+    client = connect(live, ask("think long first", stream=True))
+    started = time.monotonic()
+    head = read_until(client, b"\r\n\r\n")
+    assert time.monotonic() - started < 0.5
+    assert b"200 OK" in head
+    received = head + read_until(client, b"[DONE]")
+    assert received.count(b": heartbeat\n\n") >= 2
+    assert b"\r\n\r\n:" not in received.partition(b"\r\n\r\n")[2]
+    client.close()
+
+
+def test_heartbeats_go_on_while_a_call_is_withheld(checkpoint, tmp_path):
+    value = "[" + "1, " * 60 + "1]"
+    output = (
+        f"</think><tool_call>\n<function=edit>\n<parameter=edits>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    )
+    with running(checkpoint, [{"output": output, "token_ms": 8}], tmp_path, heartbeat_s=0.2) as slow:
+        text = slow.post(ask("x", stream=True, tools=TOOLS)).text
+    assert text.count(": heartbeat") >= 3
+    assert events(text)[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_events_are_separated_by_line_feeds_alone(live):
+    with live.http.stream("POST", "/v1/chat/completions", json=ask("hi", stream=True)) as answer:
+        raw = b"".join(answer.iter_raw())
+    assert b"\r" not in raw
+    parts = raw.split(b"\n\n")
+    assert parts[-1] == b""
+    assert all(part.startswith((b"data: ", b": ")) for part in parts[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("text", ["count slowly", "prefill forever"])
+def test_a_client_that_leaves_stops_its_generation(live, text, stream):
+    aborted = live.engine.stats.num_aborted
+    client = connect(live, ask(text, stream=stream))
+    live.wait_until(lambda: live.engine.stats.num_running == 1)
+    if stream and text == "count slowly":
+        read_until(client, b"tick")
+    reset(client)
+    live.wait_until(lambda: is_idle(live), 1.0)
+    assert live.engine.stats.num_aborted == aborted + 1
+
+
+def test_every_choice_of_a_request_stops(live):
+    client = connect(live, ask("count slowly", stream=True, n=3))
+    live.wait_until(lambda: live.engine.stats.num_running == 3)
+    reset(client)
+    live.wait_until(lambda: is_idle(live), 1.0)
+
+
+def test_a_stop_string_stops_the_generation_too(live):
+    aborted = live.engine.stats.num_aborted
+    for stream in (False, True):
+        answer = live.post(ask("count slowly", stop=["tick tick"], stream=stream))
+        assert answer.status_code == 200
+    live.wait_until(lambda: is_idle(live), 1.0)
+    assert live.engine.stats.num_aborted == aborted + 2
+    assert live.metric("vllm:request_success_total", finished_reason="error") == live.metric(
+        "vllm:request_success_total", finished_reason="error"
+    )
+
+
+def test_start_then_abort_leaves_nothing_behind(live):
+    for number in range(100):
+        client = connect(live, ask("count slowly", stream=bool(number % 2)))
+        if number % 3 == 0:
+            # some leave before the server has looked at them
+            live.wait_until(lambda: not is_idle(live))
+        reset(client)
+    live.wait_until(lambda: is_idle(live), 5.0)
+    assert live.post(ask("hi")).status_code == 200
+    assert live.metric("vllm:num_requests_running") == 0
+    assert live.metric("vllm:num_requests_waiting") == 0
+
+
+def test_a_client_that_takes_nothing_is_cut(live, caplog):
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(10)
+    client.connect(("127.0.0.1", live.port))
+    raw = json.dumps(ask("flood", stream=True, n=16)).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    live.wait_until(lambda: "took no byte" in caplog.text, 10)
+    live.wait_until(lambda: is_idle(live), 2)
+    client.close()
+
+
+def test_health_answers_while_a_huge_prompt_is_read(live):
+    body = json.dumps(ask("a b c " * 4_500_000)).encode()
+    slowest = 0.0
+    done = threading.Event()
+
+    def send() -> None:
+        with httpx.Client(base_url=live.url, timeout=60) as client:
+            answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        done.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    while not done.is_set():
+        started = time.monotonic()
+        assert live.http.get("/health").status_code == 200
+        slowest = max(slowest, time.monotonic() - started)
+        time.sleep(0.02)
+    thread.join()
+    assert slowest < 1.0
+
+
+def test_pooled_connections_outlive_a_client_s_pool(live):
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=10)
+    for _ in range(3):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"alive"}'
+    connection.close()
+    from server.__main__ import KEEP_ALIVE_S
+
+    assert KEEP_ALIVE_S > 30
+
+
+def test_five_at_once(live):
+    answers: list[str] = []
+
+    def talk() -> None:
+        answer = live.openai.chat.completions.create(**ask("stop here"), stream=True)
+        answers.append("".join(chunk.choices[0].delta.content or "" for chunk in answer))
+
+    threads = [threading.Thread(target=talk) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == ["The quick brown fox jumps"] * 5
+
+
+def test_metrics_tell_what_happened(live):
+    before = live.metric("vllm:generation_tokens_total")
+    live.post(ask("hi"))
+    assert live.metric("vllm:generation_tokens_total") == before + 7
+    assert live.metric("vllm:e2e_request_latency_seconds_count", model_name=NAME, engine="0") >= 1
+    assert live.metric("vllm:time_to_first_token_seconds_count") >= 1
+    assert live.metric("http_requests_total", handler="/v1/chat/completions", method="POST", status="200") >= 1
+    assert live.metric("vllm:prompt_tokens_total") > 0
+    text = live.http.get("/metrics").text
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:num_requests_swapped"):
+        assert f'{name}{{engine="0",model_name="{NAME}"}}' in text
