@@ -135,9 +135,11 @@ def test_a_client_that_takes_nothing_is_cut(live, caplog):
     raw = json.dumps(ask("flood", stream=True, n=16)).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    live.wait_until(lambda: "took no byte" in caplog.text, 10)
-    live.wait_until(lambda: is_idle(live), 2)
-    client.close()
+    try:
+        live.wait_until(lambda: "took no byte" in caplog.text, 20)
+        live.wait_until(lambda: is_idle(live), 2)
+    finally:
+        client.close()
 
 
 def test_health_answers_while_a_huge_prompt_is_read(live):
