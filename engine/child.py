@@ -34,13 +34,11 @@ class ChildProcess:
         directory = tempfile.mkdtemp(prefix="longlane-engine-")
         address = f"ipc://{directory}/socket"
         socket = _bind(address)
-        # a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides what to do
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "engine.process", address),
-            stdin=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
+        try:
+            process = await _launch(address)
+        except BaseException:
+            _free(socket, directory)
+            raise
         assert process.stdin is not None
         process.stdin.write(config.model_dump_json().encode() + b"\n")
         return cls(process, socket, directory)
@@ -87,8 +85,7 @@ class ChildProcess:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        _free(self._socket, self._directory)
 
     async def _receive_or_end(self) -> FromEngine:
         receiving = asyncio.ensure_future(self.receive())
@@ -101,6 +98,21 @@ class ChildProcess:
             receiving.cancel()
             ending.cancel()
         raise EngineDiedError(await self.last_words())
+
+
+async def _launch(address: str) -> asyncio.subprocess.Process:
+    # a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides what to do
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engine.process", address),
+        stdin=asyncio.subprocess.PIPE,
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+def _free(socket: zmq.asyncio.Socket, directory: str) -> None:
+    socket.close()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _bind(address: str) -> zmq.asyncio.Socket:

@@ -81,6 +81,7 @@ class EngineClient:
         self._streams: dict[str, TokenStream] = {}
         self._child: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._killing: asyncio.Task[None] | None = None
         self._last_progress = 0.0
         self._load_s = 5.0
 
@@ -157,6 +158,8 @@ class EngineClient:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
+        if self._killing is not None:
+            await self._killing
         if self._state != "closed":
             self._finish("the engine was closed")
 
@@ -216,7 +219,9 @@ class EngineClient:
             self._lose(await self._serve(child))
         finally:
             self._child = None
-            await child.kill()
+            # `close` may cancel us here, but not the killing
+            self._killing = asyncio.create_task(child.kill())
+            await asyncio.shield(self._killing)
 
     async def _serve(self, child: ChildProcess) -> str:
         """Passes messages on until the process ends or hangs; returns the reason."""
