@@ -217,12 +217,13 @@ def test_ctrl_c_ends_both_without_a_traceback(stack):
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
 
 
-def test_child_that_cannot_start_is_told(tmp_path):
-    running = Stack("--model", tmp_path)
+def test_child_that_cannot_start_is_told(checkpoint):
+    running = Stack("--engine", "scripted", "--script", "/nowhere.jsonl", "--model", checkpoint)
     assert running.popen.wait(timeout=40) == 1
     running._reader.join(10)
     running.popen.stdout.close()
     assert "the engine server ended with exit code" in running.text
+    assert "/nowhere.jsonl" in running.text
     assert "Traceback" not in running.text
 
 
