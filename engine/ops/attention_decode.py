@@ -68,7 +68,7 @@ def attention_decode(
     query_starts  [requests + 1] int32  request i owns rows query_starts[i] : query_starts[i + 1]
     context_lens  [requests] int32      tokens in the cache, the rows' own included
     block_tables  [requests, blocks] int32
-    bounds        at most max_rows rows per request and max_context tokens of context (by default all that the table holds)
+    bounds        at most max_rows rows per request and max_context tokens of context (all that a table holds)
     workspace     for at least as many rows and splits; allocated when not given
     return        shape and dtype of query
     """
@@ -207,11 +207,17 @@ def decode_shape(device: torch.device, rows_per_kv_head: int, value_fold: int) -
 
 
 def decode_shape_for(capability: tuple[int, int], rows_per_kv_head: int, value_fold: int, programs: int) -> DecodeShape:
-    """Cards with 100 KB of shared memory per multiprocessor hold half a block of tokens in flight."""
+    """Cards with 100 KB of shared memory per multiprocessor keep fewer tokens in flight."""
     is_large = capability in ((8, 0), (9, 0), (10, 0))
-    block_n = 64 if is_large or value_fold > 1 else 32
-    block_m = 16 if rows_per_kv_head <= 16 else 32
-    return DecodeShape(block_m, block_n, num_warps=4, num_stages=3 if is_large else 2, programs=programs)
+    # eight planes of 32 rows do not fit the registers
+    is_wide = rows_per_kv_head > 16 and value_fold < 8
+    return DecodeShape(
+        block_m=32 if is_wide else 16,
+        block_n=64 if is_large or value_fold > 1 else 32,
+        num_warps=8 if is_wide else 4,
+        num_stages=3 if is_large else 2,
+        programs=programs,
+    )
 
 
 @triton.jit

@@ -1,9 +1,12 @@
 """What the attention kernels share: a tile of query rows against a range of one request's keys and values.
 
-A stored element holds FOLD dimensions of one token: 1 number, 4 int8 codes, 8 dimensions of an E8 point. All vectors are
-cut into FOLD planes, plane j holding dimension FOLD * c + j at c, so that an element decodes in the registers of the
-thread that loaded it and every plane goes to the tensor cores as it is.
+A stored element holds FOLD dimensions of one token: 1 number, 4 int8 codes, 8 dimensions of an E8 point. All vectors
+are cut into FOLD planes, plane j holding dimension FOLD * c + j at c, so that an element decodes in the registers of
+the thread that loaded it and every plane goes to the tensor cores as it is.
 """
+
+# Triton compiles tuple sums and plain branches, not unpacking
+# ruff: noqa: RUF005, SIM108
 
 import triton
 import triton.language as tl
@@ -43,16 +46,18 @@ def load_planes(
     ptrs = ptr + tokens[:, None] * STRIDES[1] + c[None, :]
     held = (tokens < context)[:, None]
     if FOLD == 1:
-        return (tl.load(ptrs, mask=held, other=0.0),)
-    words = tl.load(ptrs)
-    groups = c // (64 // FOLD)
-    scale_ptrs = scales_ptr + tokens[:, None] * SCALE_STRIDES[1] + groups[None, :] * SCALE_STRIDES[3]
-    # any word is a finite code, but a stale scale may be NaN
-    scales = tl.load(scale_ptrs, mask=held, other=0.0)
-    if FOLD == 4:
-        return int8_planes(words, scales, not PORTABLE)
+        planes = (tl.load(ptrs, mask=held, other=0.0),)
     else:
-        return e8_planes(words, scales, not PORTABLE)
+        words = tl.load(ptrs)
+        groups = c // (64 // FOLD)
+        scale_ptrs = scales_ptr + tokens[:, None] * SCALE_STRIDES[1] + groups[None, :] * SCALE_STRIDES[3]
+        # any word is a finite code, but a stale scale may be NaN
+        scales = tl.load(scale_ptrs, mask=held, other=0.0)
+        if FOLD == 4:
+            planes = int8_planes(words, scales, not PORTABLE)
+        else:
+            planes = e8_planes(words, scales, not PORTABLE)
+    return planes
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def attend(
     A tile of which a row sees nothing leaves that row's results as they were, bit for bit: the weights are zero and
     the maximum stays. The sum of the weights is a product with ones, so that its order is that of the tensor cores.
 
-    return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum [BLOCK_M] of log2 weights, their sum [BLOCK_M]
+    return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum of the log2 weights and their sum, [BLOCK_M]
     """
     value_width: tl.constexpr = HEAD_DIM // VALUE_FOLD
     acc = ()
@@ -90,8 +95,11 @@ def attend(
     token = tl.arange(0, BLOCK_N)
     weight_type: tl.constexpr = tl.bfloat16 if VALUE_FOLD == 1 else tl.float16
     ones = tl.full([BLOCK_N, 16], 1.0, weight_type)
+    # one tile ahead: a table entry read where it is used would take a stage of the pipeline from the tiles
+    following = tl.load(table_ptr + first // BLOCK_SIZE)
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        block = following.to(tl.int64)
+        following = tl.load(table_ptr + tl.minimum(start + BLOCK_N, last - 1) // BLOCK_SIZE)
         offsets = start % BLOCK_SIZE + token
         # positions within the block at which the context ends
         end = context - start + start % BLOCK_SIZE

@@ -1,5 +1,8 @@
 """4-bit codes of keys and values: points of the E8 lattice, eight dimensions a word, with one fp16 scale per 64."""
 
+# Triton compiles tuple sums and plain branches, not unpacking
+# ruff: noqa: RUF005
+
 import torch
 import triton
 import triton.language as tl
@@ -102,8 +105,9 @@ def encode_e8_groups(x):
     return (words & -2) | halves.to(tl.int32), scales
 
 
-# Eight planes of fp16 pairs out of two words. The parity of a word's eight low bits, xored into bit 0, gives the implied
-# bit; a nibble and the half bit below it stand in the mantissa of 64, so that 72 is to be subtracted.
+EIGHT_HALVES = tl.constexpr((tl.float16,) * 8)
+# Eight planes of fp16 pairs out of two words. The parity of a word's eight low bits, xored into bit 0, gives the
+# implied bit; a nibble and the half bit below it stand in the mantissa of 64, so that 72 is to be subtracted.
 E8_PLANES_ASM = tl.constexpr("""
 {
 .reg .b32 low, high, bits, parity, magic, offset;
@@ -159,12 +163,11 @@ def e8_planes(words, scales, ASM: tl.constexpr):
     ASM  converts two words at a time by bit patterns; without it the same values come from plain integer operations
     """
     if ASM:
-        half: tl.constexpr = tl.float16
         return tl.inline_asm_elementwise(
             E8_PLANES_ASM,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
             [words, scales],
-            dtype=(half, half, half, half, half, half, half, half),
+            dtype=EIGHT_HALVES,
             is_pure=True,
             pack=2,
         )

@@ -1,5 +1,8 @@
 """8-bit codes of keys and values: int8 with one fp16 scale per 64 dimensions."""
 
+# Triton compiles tuple sums and plain branches, not unpacking
+# ruff: noqa: RUF005
+
 import torch
 import triton
 import triton.language as tl
