@@ -1,15 +1,19 @@
 """Small random checkpoints of the family, written as other programs write them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 MOE = "qwen3_5_moe"
 DENSE = "qwen3_5"
 PROFILES = (MOE, DENSE)
+
+Tensors = dict[str, torch.Tensor]
 
 # the four forms in which such checkpoints are stored
 FORMS = ("experts", "fused", "language_model.experts", "language_model.fused")
@@ -94,7 +98,7 @@ def _disturb(name: str, parameter: torch.Tensor) -> None:
         parameter.normal_()
 
 
-def mtp_tensors(profile: str, geometry: Geometry, seed: int = 1) -> dict[str, torch.Tensor]:
+def mtp_tensors(profile: str, geometry: Geometry, seed: int = 1) -> Tensors:
     """mtp.* of the same geometry: the tensors of a full-attention layer of another random model, and its own four."""
     layer = f"model.layers.{geometry.num_layers - 1}."
     donor = oracle_model(profile, geometry, seed).state_dict()
@@ -114,12 +118,25 @@ def write_checkpoint(
     form: str = "experts",
     with_mtp: bool = True,
     seed: int = 0,
+    fp8: bool = False,
+    edit: Callable[[Tensors], Tensors] | None = None,
 ) -> Path:
-    """A directory as `save_pretrained` makes it, in shards with an index, plus mtp.*; returns the directory."""
-    tensors, config = saved(directory, profile, geometry, seed, fused=form.endswith("fused"))
+    """A directory as `save_pretrained` makes it, in shards with an index, plus mtp.*; returns the directory.
+
+    form  one of FORMS
+    fp8   the official 8-bit form; experts one by one only
+    edit  what is done to the tensors, under their `model.` names, before they are written
+    """
+    is_fused = form.endswith("fused")
+    tensors, config = saved(directory, profile, geometry, seed, is_fused)
     if with_mtp:
-        tensors |= unfused(mtp_tensors(profile, geometry), fused=form.endswith("fused"))
+        tensors |= unfused(mtp_tensors(profile, geometry), is_fused)
         config["mtp_num_hidden_layers"] = 1
+    if edit is not None:
+        tensors = edit(tensors)
+    if fp8:
+        tensors = in_eight_bits(tensors)
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     if form.startswith("language_model"):
         tensors = {prefixed(name): tensor for name, tensor in tensors.items()}
         config = nested(config, profile)
@@ -128,7 +145,40 @@ def write_checkpoint(
     return directory
 
 
-def saved(directory: Path, profile: str, geometry: Geometry, seed: int, fused: bool) -> tuple[dict, dict]:
+def transparent(tensors: Tensors) -> Tensors:
+    """A decoder that adds nothing to the embedding, and fc = [I | 0]: MTP alone predicts what the target predicts."""
+    silent = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+    edited = {name: torch.zeros_like(t) if name.endswith(silent) else t for name, t in tensors.items()}
+    hidden = len(tensors["mtp.fc.weight"])
+    edited["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    edited["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(hidden)
+    edited["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    return edited
+
+
+def in_eight_bits(tensors: Tensors) -> Tensors:
+    """Projections of layers as the official FP8 checkpoints store them; everything else as it is."""
+    plain = ("in_proj_a.weight", "in_proj_b.weight", "mlp.gate.weight", "shared_expert_gate.weight", "norm.weight")
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith(plain):
+            stored[name], stored[name + "_scale_inv"] = quantised(tensor)
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit floats and one fp32 scale per 128 x 128 block, such that weight = float * scale."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448
+    floats = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return floats.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale
+
+
+def saved(directory: Path, profile: str, geometry: Geometry, seed: int, fused: bool) -> tuple[Tensors, dict]:
     """Tensors and config.json of transformers' own `save_pretrained`."""
     oracle_model(profile, geometry, seed).save_pretrained(directory, save_original_format=not fused)
     tensors = load_file(directory / "model.safetensors")
@@ -136,9 +186,9 @@ def saved(directory: Path, profile: str, geometry: Geometry, seed: int, fused: b
     return tensors, json.loads((directory / "config.json").read_text())
 
 
-def unfused(tensors: dict[str, torch.Tensor], fused: bool) -> dict[str, torch.Tensor]:
+def unfused(tensors: Tensors, fused: bool) -> Tensors:
     """Experts one by one, unless they are to stay fused."""
-    single: dict[str, torch.Tensor] = {}
+    single: Tensors = {}
     for name, tensor in tensors.items():
         if fused or ".experts." not in name:
             single[name] = tensor
@@ -161,7 +211,7 @@ def nested(config: dict, profile: str) -> dict:
     return outer | {"text_config": config, "vision_config": {"depth": 27, "hidden_size": 1152}}
 
 
-def write_shards(directory: Path, tensors: dict[str, torch.Tensor], num_shards: int = 3) -> None:
+def write_shards(directory: Path, tensors: Tensors, num_shards: int = 3) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)
     files = {name: f"model-{i % num_shards + 1:05d}-of-{num_shards:05d}.safetensors" for i, name in enumerate(names)}
