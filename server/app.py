@@ -19,11 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.auth import AccessControl
 from server.catalog import Catalog
 from server.chat import ChatCompletions
+from server.completions import Completions
 from server.errors import ApiError, InternalError, from_exception
+from server.generate import Generate
 from server.health import Health
 from server.http import error_response
 from server.metrics import metrics_page
 from server.serving import Serving
+from server.tokenize import Tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,16 @@ REQUEST_ID_HEADER = "x-request-id"
 
 
 def build_app(serving: Serving, access: AccessControl) -> Starlette:
-    chat = ChatCompletions(serving)
+    tokenize = Tokenize(serving)
     catalog = Catalog(serving)
     health = Health(serving)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat.create, methods=["POST"]),
+            Route("/v1/chat/completions", ChatCompletions(serving).create, methods=["POST"]),
+            Route("/v1/completions", Completions(serving).create, methods=["POST"]),
+            Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+            Route("/generate", Generate(serving).create, methods=["POST"]),
             Route("/v1/models", catalog.list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", catalog.show_model, methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),

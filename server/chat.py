@@ -1,9 +1,7 @@
 """POST /v1/chat/completions, streamed and whole."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -11,22 +9,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import engine
+from server.answer import Answer, start_answer
 from server.auth import Caller
-from server.choice import Choice, Delta, usage
+from server.choice import Delta
 from server.errors import BadRequestError, UnsupportedError, from_exception
-from server.generation import Generation
 from server.http import json_response, read_json
-from server.model import ServedModel
+from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
-from server.protocol import HARMLESS, ChatRequest
+from server.protocol import ChatRequest
 from server.reasoning import Reasoning
 from server.sampling import check_ranges, num_logprobs, output_limit, sampling_params, stop_strings
 from server.serving import Serving
-from server.sse import DONE, EventStream, data, unless_disconnected
+from server.sse import DONE, data, event_stream, unless_disconnected
 from server.tool_calls import CallArguments, CallStart, Content
-from server.tool_schema import ToolSchemas
+from server.tool_schema import ToolSchemas, declared_tools
 
-MAX_TOOL_NAME = 256
 CHUNK = "chat.completion.chunk"
 
 
@@ -48,19 +45,16 @@ class ChatPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatJob:
-    """An admitted request and how its answer is written."""
+class ChatAnswer:
+    """An answer and how it is written."""
 
-    completion_id: str
-    model: str
-    created: int
-    choices: list[Choice]
-    num_prompt_tokens: int
+    answer: Answer
     wants_logprobs: bool
     wants_usage: bool
 
     def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.completion_id, "object": kind, "created": self.created, "model": self.model}
+        answer = self.answer
+        return {"id": answer.answer_id, "object": kind, "created": answer.created, "model": answer.model}
 
 
 class ChatCompletions:
@@ -72,61 +66,30 @@ class ChatCompletions:
         body, unknown = await read_json(request, ChatRequest, self._serving.config.max_body_bytes)
         model = self._serving.model
         caller: Caller = request.state.caller
-        _check_model(body, model, caller)
+        check_model(body.model, model, caller)
         plan = plan_chat(body, model)
-        self._count_ignored(unknown)
-        job, generation = await self._submit(plan, model, caller)
+        self._serving.metrics.count_ignored(unknown)
+        chat = await self._start(plan, model, caller)
         if body.stream:
-            return self._stream(job, generation, request.state.request_id)
-        return json_response(await unless_disconnected(request, _whole(job, generation)))
+            return event_stream(self._serving.config, _events(chat, request.state.request_id), chat.answer)
+        return json_response(await unless_disconnected(request, _whole(chat)))
 
-    async def _submit(self, plan: ChatPlan, model: ServedModel, caller: Caller) -> tuple[ChatJob, Generation]:
+    async def _start(self, plan: ChatPlan, model: ServedModel, caller: Caller) -> ChatAnswer:
         prompt = await model.in_worker(model.prompts.chat, plan.body.messages, plan.tools, plan.options)
-        job_id = f"chatcmpl-{secrets.token_hex(12)}"
-        sampling = _sampling(plan, model, len(prompt.token_ids))
-        requests = [
-            engine.Request(
-                f"{job_id}-{index}", prompt.token_ids, _seeded(sampling, index), caller.tenant, caller.priority
-            )
-            for index in range(plan.num_choices)
-        ]
-        rules = replace(plan.rules, starts_in_thought=prompt.starts_in_thought)
-        generation = await self._serving.generate(requests)
-        choices = [Choice(rules, model.files.vocabulary) for _ in requests]
-        return _job(job_id, plan, model, choices, len(prompt.token_ids)), generation
-
-    def _stream(self, job: ChatJob, generation: Generation, request_id: str) -> EventStream:
-        config = self._serving.config
-        return EventStream(
-            _events(job, generation, request_id),
-            generation.close,
-            heartbeat_s=config.heartbeat_s,
-            send_timeout_s=config.send_timeout_s,
+        answer = await start_answer(
+            self._serving,
+            model,
+            caller,
+            [prompt],
+            plan.rules,
+            lambda prompt: _sampling(plan, model, len(prompt.token_ids)),
+            prefix="chatcmpl-",
+            num_choices=plan.num_choices,
         )
-
-    def _count_ignored(self, unknown: list[str]) -> None:
-        for name in unknown:
-            self._serving.metrics.ignored(name if name in HARMLESS else "other")
-
-
-def _job(job_id: str, plan: ChatPlan, model: ServedModel, choices: list[Choice], num_prompt_tokens: int) -> ChatJob:
-    options = plan.body.stream_options
-    return ChatJob(
-        completion_id=job_id,
-        model=model.name,
-        created=int(time.time()),
-        choices=choices,
-        num_prompt_tokens=num_prompt_tokens,
-        wants_logprobs=plan.logprobs is not None,
-        wants_usage=bool(options and options.include_usage),
-    )
-
-
-def _check_model(body: ChatRequest, model: ServedModel, caller: Caller) -> None:
-    if body.model is None:
-        raise BadRequestError(f"model is missing; this server serves {model.name!r}.", param="model")
-    model.check_name(body.model)
-    caller.check_model(body.model)
+        options = plan.body.stream_options
+        return ChatAnswer(
+            answer, wants_logprobs=plan.logprobs is not None, wants_usage=bool(options and options.include_usage)
+        )
 
 
 def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
@@ -151,32 +114,6 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         num_choices=body.n or 1,
     )
-
-
-def declared_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The function tools; other types are skipped. raises BadRequestError for a function without a usable name"""
-    declared = [(index, tool) for index, tool in enumerate(tools or []) if tool.get("type", "function") == "function"]
-    for index, tool in declared:
-        _check_function(f"tools[{index}].function", tool.get("function"))
-    return [tool for _, tool in declared]
-
-
-def _check_function(where: str, function: Any) -> None:
-    if not isinstance(function, dict):
-        raise BadRequestError(f"{where} is missing or no object.", param=where)
-    name = function.get("name")
-    if (
-        not isinstance(name, str)
-        or not 0 < len(name) <= MAX_TOOL_NAME
-        or set(name) & set("<>\n")
-        or name != name.strip()
-    ):
-        raise BadRequestError(
-            f"{where}.name: {name!r} is no name of 1 to {MAX_TOOL_NAME} characters without < > or line ends.",
-            param=f"{where}.name",
-        )
-    if not isinstance(function.get("parameters"), dict | None):
-        raise BadRequestError(f"{where}.parameters is no JSON schema object.", param=f"{where}.parameters")
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
@@ -205,44 +142,33 @@ def _sampling(plan: ChatPlan, model: ServedModel, num_prompt_tokens: int) -> eng
     )
 
 
-def _seeded(sampling: engine.SamplingParams, index: int) -> engine.SamplingParams:
-    """Choices of one seeded request differ, and differ the same way every time."""
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
-
-
-async def _events(job: ChatJob, generation: Generation, request_id: str) -> AsyncIterator[bytes]:
+async def _events(chat: ChatAnswer, request_id: str) -> AsyncIterator[bytes]:
     """Role, deltas, one finish per choice, usage when asked for, and the marker; or an error and no marker."""
-    yield b"".join(_chunk(job, index, {"role": "assistant", "content": ""}) for index in range(len(job.choices)))
+    answer = chat.answer
+    yield b"".join(_chunk(chat, index, {"role": "assistant", "content": ""}) for index in range(len(answer.choices)))
     try:
-        async for batch in generation.batches():
-            if written := b"".join([_written(job, index, job.choices[index].push(event)) for index, event in batch]):
+        async for batch in answer.deltas():
+            if written := b"".join([_written(chat, index, delta) for index, delta in batch]):
                 yield written
-            await _end_complete(job, generation, batch)
     except engine.EngineError as error:
         yield data(from_exception(error, request_id).body())
         return
-    if job.wants_usage:
-        yield data(job.head(CHUNK) | {"choices": [], "usage": usage(job.choices, job.num_prompt_tokens)})
+    if chat.wants_usage:
+        yield data(chat.head(CHUNK) | {"choices": [], "usage": answer.usage()})
     yield DONE
 
 
-async def _end_complete(job: ChatJob, generation: Generation, batch: list[tuple[int, engine.TokenEvent]]) -> None:
-    for index, event in batch:
-        if event.finish_reason is None and job.choices[index].finish_reason is not None:
-            await generation.end(index)
-
-
-def _written(job: ChatJob, index: int, delta: Delta) -> bytes:
+def _written(chat: ChatAnswer, index: int, delta: Delta) -> bytes:
     parts = [body for event in delta.events if (body := _delta_body(event))]
     if delta.logprobs and not parts:
         parts = [{"content": ""}]
     logprobs = delta.logprobs
     chunks: list[bytes] = []
     for part in parts:
-        chunks.append(_chunk(job, index, part, logprobs=logprobs))
+        chunks.append(_chunk(chat, index, part, logprobs=logprobs))
         logprobs = []
     if delta.finish_reason is not None:
-        chunks.append(_chunk(job, index, {}, finish_reason=delta.finish_reason))
+        chunks.append(_chunk(chat, index, {}, finish_reason=delta.finish_reason))
     return b"".join(chunks)
 
 
@@ -262,7 +188,7 @@ def _delta_body(event: Event) -> dict[str, Any] | None:
 
 
 def _chunk(
-    job: ChatJob,
+    chat: ChatAnswer,
     index: int,
     delta: dict[str, Any],
     *,
@@ -275,33 +201,33 @@ def _chunk(
         "logprobs": {"content": logprobs} if logprobs else None,
         "finish_reason": finish_reason,
     }
-    body = job.head(CHUNK) | {"choices": [choice]}
-    if job.wants_usage:
+    body = chat.head(CHUNK) | {"choices": [choice]}
+    if chat.wants_usage:
         body["usage"] = None
     return data(body)
 
 
-async def _whole(job: ChatJob, generation: Generation) -> dict[str, Any]:
+async def _whole(chat: ChatAnswer) -> dict[str, Any]:
     """The answer in one piece, made by the same stages as the stream."""
-    messages = [WholeMessage() for _ in job.choices]
+    answer = chat.answer
+    messages = [WholeMessage() for _ in answer.choices]
     try:
-        async for batch in generation.batches():
-            for index, event in batch:
-                messages[index].add(job.choices[index].push(event))
-            await _end_complete(job, generation, batch)
+        async for batch in answer.deltas():
+            for index, delta in batch:
+                messages[index].add(delta)
     finally:
-        await generation.close()
-    return job.head("chat.completion") | {
+        await answer.close()
+    return chat.head("chat.completion") | {
         "choices": [
             {
                 "index": index,
                 "message": message.body(),
-                "logprobs": {"content": message.logprobs} if job.wants_logprobs else None,
+                "logprobs": {"content": message.logprobs} if chat.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
-            for index, (message, choice) in enumerate(zip(messages, job.choices, strict=True))
+            for index, (message, choice) in enumerate(zip(messages, answer.choices, strict=True))
         ],
-        "usage": usage(job.choices, job.num_prompt_tokens),
+        "usage": answer.usage(),
     }
 
 

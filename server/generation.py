@@ -99,13 +99,14 @@ class Generation:
         self._arrived.set()
 
     def _count_admission(self) -> None:
-        num_prompt_tokens = len(self._requests[0].prompt_token_ids)
-        self._metrics.prompt_tokens.inc(num_prompt_tokens * len(self._requests))
-        self._metrics.request_prompt.observe(num_prompt_tokens)
-        self._metrics.request_limit.observe(self._requests[0].sampling.max_tokens)
+        for request in self._requests:
+            count = len(request.prompt_token_ids)
+            self._metrics.prompt_tokens.inc(count)
+            self._metrics.request_prompt.observe(count)
+            self._metrics.request_limit.observe(request.sampling.max_tokens)
+            for queries in self._metrics.cache_queries:
+                queries.inc(count)
         self._metrics.choices.observe(len(self._requests))
-        for queries in self._metrics.cache_queries:
-            queries.inc(num_prompt_tokens * len(self._requests))
 
 
 class Timing:

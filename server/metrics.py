@@ -1,6 +1,6 @@
 """Prometheus series under the names that vLLM's dashboards know."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Engine
+from server.protocol import HARMLESS
 
 TTFT_BUCKETS = (
     0.001,
@@ -134,8 +135,9 @@ class ServerMetrics:
     def answered(self, handler: str, method: str, status: int) -> None:
         self._http.labels(handler, method, str(status)).inc()
 
-    def ignored(self, field: str) -> None:
-        self._ignored.labels(field).inc()
+    def count_ignored(self, fields: Sequence[str]) -> None:
+        for field in fields:
+            self._ignored.labels(field if field in HARMLESS else "other").inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

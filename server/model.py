@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine import EngineInfo
+from server.auth import Caller
 from server.checkpoint import TextFiles
-from server.errors import NotFoundError
+from server.errors import BadRequestError, NotFoundError
 from server.prompt import PromptBuilder
 from server.tokens import TextEncoder
 
@@ -78,3 +79,11 @@ def served_model(
         default_max_tokens=min(default_max_tokens, info.max_model_len - 1),
         created=int(time.time()),
     )
+
+
+def check_model(name: str | None, model: ServedModel, caller: Caller) -> None:
+    """raises BadRequestError, NotFoundError, PermissionDeniedError"""
+    if name is None:
+        raise BadRequestError(f"model is missing; this server serves {model.name!r}.", param="model")
+    model.check_name(name)
+    caller.check_model(name)

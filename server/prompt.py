@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,11 @@ class PromptBuilder:
     ) -> Prompt:
         """raises BadRequestError, PromptTooLongError"""
         marked, mark = self._template.render(conversation(messages), tools, options)
-        return Prompt(self._encode(marked, mark), is_open(marked))
+        return Prompt(self._within_limit(self._encoder.encode_prompt, marked, mark, param="messages"), is_open(marked))
+
+    def text(self, text: str) -> Prompt:
+        """A bare prompt, in which the caller writes the control tokens. raises PromptTooLongError"""
+        return Prompt(self._within_limit(self._encoder.encode_text, text, allows_control=True, param="prompt"))
 
     def options(self, kwargs: Mapping[str, Any] | None, effort: str | None, thinks: bool | None) -> dict[str, Any]:
         """Template options of the request's several ways to ask for them; the template's own names win."""
@@ -63,14 +67,15 @@ class PromptBuilder:
                 options.setdefault("reasoning_effort", EFFORTS[effort])
         return options
 
-    def _encode(self, marked: str, mark: str) -> tuple[int, ...]:
+    def _within_limit(
+        self, encode: Callable[..., list[int]], *texts: str, param: str, **options: bool
+    ) -> tuple[int, ...]:
         # room for one output token
         limit = self._max_model_len - 1
         try:
-            ids = self._encoder.encode_prompt(marked, mark, limit)
+            return tuple(encode(*texts, limit, **options))
         except TooManyTokensError as error:
-            raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False) from error
-        return tuple(ids)
+            raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False, param=param) from error
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

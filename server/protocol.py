@@ -37,6 +37,7 @@ REFUSED = {
     "guided_grammar": "constrained output is not supported",
     "structured_outputs": "constrained output is not supported",
     "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "suffix": "text is only continued at its end",
     "echo": "the prompt is not repeated",
     "bad_words": "use logit_bias",
     "continue_final_message": "an answer is always a new message",
@@ -110,6 +111,38 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+class GenerateRequest(SamplingFields, kw_only=True):
+    """raw: the prompt is continued as it is, without the chat template."""
+
+    prompt: str
+    model: str | None = None
+    max_tokens: int | None = None
+    raw: bool | None = None
+    enable_thinking: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

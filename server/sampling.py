@@ -68,13 +68,15 @@ def num_logprobs(wants: bool | None, top: int | None) -> int | None:
     return (top or 0) if wants else None
 
 
-def output_limit(asked: int | None, default: int, num_prompt_tokens: int, max_model_len: int, name: str) -> int:
+def output_limit(
+    asked: int | None, default: int, num_prompt_tokens: int, max_model_len: int, name: str, param: str = "messages"
+) -> int:
     """Output tokens of a request: what it asks for, as far as it fits. raises PromptTooLongError when nothing fits"""
     if asked is not None and asked < 1:
         raise BadRequestError(f"{name}: {asked} is less than 1.", param=name)
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise PromptTooLongError(max_model_len, num_prompt_tokens)
+        raise PromptTooLongError(max_model_len, num_prompt_tokens, param=param)
     return min(default if asked is None else asked, room)
 
 

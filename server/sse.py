@@ -10,6 +10,8 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from config import ServerConfig
+from server.answer import Answer
 from server.protocol import to_json
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,11 @@ class EventStream:
             logger.warning("a client took no byte of its stream for too long; the stream was cut")
         finally:
             await self._release()
+
+
+def event_stream(config: ServerConfig, events: AsyncIterator[bytes], answer: Answer) -> EventStream:
+    """The stream of one answer, which ends with it."""
+    return EventStream(events, answer.close, heartbeat_s=config.heartbeat_s, send_timeout_s=config.send_timeout_s)
 
 
 def _comment() -> ServerSentEvent:

@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from server.errors import BadRequestError
+
 STRING = frozenset({"string"})
 MAX_DEPTH = 8
+MAX_TOOL_NAME = 256
 # literal_eval compiles its input; past this size a value stays a string
 MAX_PYTHON_CHARS = 65_536
 PYTHON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -75,6 +78,32 @@ def _resolve(reference: Any, root: Any) -> Any:
     for step in reference.split("/")[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
+
+
+def declared_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The function tools; other types are skipped. raises BadRequestError for a function without a usable name"""
+    declared = [(index, tool) for index, tool in enumerate(tools or []) if tool.get("type", "function") == "function"]
+    for index, tool in declared:
+        _check_function(f"tools[{index}].function", tool.get("function"))
+    return [tool for _, tool in declared]
+
+
+def _check_function(where: str, function: Any) -> None:
+    if not isinstance(function, dict):
+        raise BadRequestError(f"{where} is missing or no object.", param=where)
+    name = function.get("name")
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= MAX_TOOL_NAME
+        or set(name) & set("<>\n")
+        or name != name.strip()
+    ):
+        raise BadRequestError(
+            f"{where}.name: {name!r} is no name of 1 to {MAX_TOOL_NAME} characters without < > or line ends.",
+            param=f"{where}.name",
+        )
+    if not isinstance(function.get("parameters"), dict | None):
+        raise BadRequestError(f"{where}.parameters is no JSON schema object.", param=f"{where}.parameters")
 
 
 def to_json(text: str, types: frozenset[str]) -> str:

@@ -1,0 +1,85 @@
+"""An admitted request being answered: its choices, and the engine's work behind them."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import engine
+from server.auth import Caller
+from server.choice import Choice, Delta, usage
+from server.generation import Generation
+from server.model import ServedModel
+from server.pipeline import TextRules
+from server.prompt import Prompt
+from server.serving import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What every API writes its answer from."""
+
+    answer_id: str
+    model: str
+    created: int
+    choices: Sequence[Choice]
+    num_prompt_tokens: int
+    generation: Generation
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """What arrives together, with the index of its choice. raises engine.EngineError"""
+        async for batch in self.generation.batches():
+            yield [(index, self.choices[index].push(event)) for index, event in batch]
+            for index, event in batch:
+                # a stop string or a last call ends an answer before the engine would
+                if event.finish_reason is None and self.choices[index].finish_reason is not None:
+                    await self.generation.end(index)
+
+    async def close(self) -> None:
+        await self.generation.close()
+
+    def usage(self) -> dict[str, Any]:
+        return usage(self.choices, self.num_prompt_tokens)
+
+
+async def start_answer(
+    serving: Serving,
+    model: ServedModel,
+    caller: Caller,
+    prompts: Sequence[Prompt],
+    rules: TextRules,
+    sampling: Callable[[Prompt], engine.SamplingParams],
+    *,
+    prefix: str,
+    num_choices: int = 1,
+) -> Answer:
+    """Returns once the engine has admitted or queued all of it. raises what the engine refuses it with
+
+    Choice p * num_choices + c answers prompt p.
+    """
+    answer_id = f"{prefix}{secrets.token_hex(12)}"
+    requests: list[engine.Request] = []
+    choices: list[Choice] = []
+    for prompt in prompts:
+        params = sampling(prompt)
+        own_rules = replace(rules, starts_in_thought=prompt.starts_in_thought)
+        for index in range(num_choices):
+            request_id = f"{answer_id}-{len(requests)}"
+            requests.append(
+                engine.Request(request_id, prompt.token_ids, _seeded(params, index), caller.tenant, caller.priority)
+            )
+            choices.append(Choice(own_rules, model.files.vocabulary))
+    return Answer(
+        answer_id=answer_id,
+        model=model.name,
+        created=int(time.time()),
+        choices=choices,
+        num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        generation=await serving.generate(requests),
+    )
+
+
+def _seeded(sampling: engine.SamplingParams, index: int) -> engine.SamplingParams:
+    """Choices of one seeded request differ, and differ the same way every time."""
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
