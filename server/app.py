@@ -24,6 +24,7 @@ from server.errors import ApiError, InternalError, from_exception
 from server.generate import Generate
 from server.health import Health
 from server.http import error_response
+from server.messages import Messages
 from server.metrics import metrics_page
 from server.serving import Serving
 from server.tokenize import Tokenize
@@ -35,6 +36,7 @@ REQUEST_ID_HEADER = "x-request-id"
 
 
 def build_app(serving: Serving, access: AccessControl) -> Starlette:
+    messages = Messages(serving)
     tokenize = Tokenize(serving)
     catalog = Catalog(serving)
     health = Health(serving)
@@ -42,6 +44,8 @@ def build_app(serving: Serving, access: AccessControl) -> Starlette:
         routes=[
             Route("/v1/chat/completions", ChatCompletions(serving).create, methods=["POST"]),
             Route("/v1/completions", Completions(serving).create, methods=["POST"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/tokenize", tokenize.tokenize, methods=["POST"]),
             Route("/detokenize", tokenize.detokenize, methods=["POST"]),
             Route("/generate", Generate(serving).create, methods=["POST"]),
@@ -74,7 +78,8 @@ def _lifespan(serving: Serving) -> Any:
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
-    return error_response(from_exception(error, request.state.request_id))
+    request_id = request.state.request_id
+    return error_response(request.url.path, from_exception(error, request_id), request_id)
 
 
 class RequestBoundary:
@@ -115,7 +120,7 @@ class RequestBoundary:
         if exchange.status:
             # the answer has begun: cutting the connection is all that is left to say
             raise error
-        await error_response(answer)(scope, receive, exchange.send)
+        await error_response(scope["path"], answer, exchange.request_id)(scope, receive, exchange.send)
 
 
 class Exchange:

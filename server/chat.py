@@ -18,7 +18,7 @@ from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
 from server.protocol import ChatRequest
 from server.reasoning import Reasoning
-from server.sampling import check_ranges, num_logprobs, output_limit, sampling_params, stop_strings
+from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
 from server.serving import Serving
 from server.sse import DONE, data, event_stream, unless_disconnected
 from server.tool_calls import CallArguments, CallStart, Content
@@ -40,7 +40,6 @@ class ChatPlan:
     tools: list[dict[str, Any]]
     options: dict[str, Any]
     logprobs: int | None
-    max_tokens: int | None
     num_choices: int
 
 
@@ -82,7 +81,7 @@ class ChatCompletions:
             caller,
             [prompt],
             plan.rules,
-            lambda prompt: _sampling(plan, model, len(prompt.token_ids)),
+            sampling_for(plan.body, model, _limit(plan.body, model), plan.logprobs),
             prefix="chatcmpl-",
             num_choices=plan.num_choices,
         )
@@ -111,7 +110,6 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
         tools=tools,
         options=model.prompts.options(body.chat_template_kwargs, body.reasoning_effort, body.enable_thinking),
         logprobs=num_logprobs(body.logprobs, body.top_logprobs),
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         num_choices=body.n or 1,
     )
 
@@ -129,17 +127,10 @@ def _check_response_format(response_format: Mapping[str, Any] | None) -> None:
         raise UnsupportedError("response_format: only {'type': 'text'} is supported.", param="response_format")
 
 
-def _sampling(plan: ChatPlan, model: ServedModel, num_prompt_tokens: int) -> engine.SamplingParams:
-    name = "max_tokens" if plan.body.max_completion_tokens is None else "max_completion_tokens"
-    limit = output_limit(plan.max_tokens, model.default_max_tokens, num_prompt_tokens, model.max_model_len, name)
-    return sampling_params(
-        plan.body,
-        model.files.sampling,
-        max_tokens=limit,
-        vocab_size=model.info.vocab_size,
-        stop_token_ids=model.files.stop_token_ids,
-        logprobs=plan.logprobs,
-    )
+def _limit(body: ChatRequest, model: ServedModel) -> OutputLimit:
+    if body.max_completion_tokens is not None:
+        return OutputLimit(body.max_completion_tokens, model.default_max_tokens, "max_completion_tokens")
+    return OutputLimit(body.max_tokens, model.default_max_tokens)
 
 
 async def _events(chat: ChatAnswer, request_id: str) -> AsyncIterator[bytes]:

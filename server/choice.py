@@ -36,6 +36,11 @@ class Choice:
     def num_reasoning_tokens(self) -> int:
         return self._pipeline.num_reasoning_tokens
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._pipeline.stop_string
+
     def push(self, event: TokenEvent) -> Delta:
         """After the end every event is empty: there is exactly one finish reason per choice."""
         if self.finish_reason is not None:

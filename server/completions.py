@@ -19,7 +19,7 @@ from server.model import ServedModel, check_model
 from server.pipeline import TextRules
 from server.prompt import Prompt
 from server.protocol import CompletionRequest
-from server.sampling import MAX_CHOICES, check_ranges, num_logprobs, output_limit, sampling_params, stop_strings
+from server.sampling import MAX_CHOICES, OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
 from server.serving import Serving
 from server.sse import DONE, data, event_stream, unless_disconnected
 from server.tool_calls import Content
@@ -57,23 +57,8 @@ class Completions:
         rules = bare_rules(model, body.stop)
         prompts = await model.in_worker(read_prompts, body.prompt, model)
 
-        def sampling(prompt: Prompt) -> engine.SamplingParams:
-            return sampling_params(
-                body,
-                model.files.sampling,
-                max_tokens=output_limit(
-                    body.max_tokens,
-                    model.default_max_tokens,
-                    len(prompt.token_ids),
-                    model.max_model_len,
-                    "max_tokens",
-                    "prompt",
-                ),
-                vocab_size=model.info.vocab_size,
-                stop_token_ids=model.files.stop_token_ids,
-                logprobs=logprobs,
-            )
-
+        limit = OutputLimit(body.max_tokens, model.default_max_tokens, prompt="prompt")
+        sampling = sampling_for(body, model, limit, logprobs)
         answer = await start_answer(
             self._serving, model, caller, prompts, rules, sampling, prefix="cmpl-", num_choices=body.n or 1
         )

@@ -21,6 +21,14 @@ from starlette.exceptions import HTTPException
 import engine
 
 INVALID_REQUEST = "invalid_request_error"
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -127,6 +135,18 @@ class InternalError(ApiError):
 
     def headers(self) -> dict[str, str]:
         return {}
+
+
+def body_for(path: str, error: ApiError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Status and body in the shape that the path's clients know."""
+    if not path.startswith("/v1/messages"):
+        return error.status, error.body()
+    status = 529 if error.status == 503 else error.status
+    kind = MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message = error.message
+    if isinstance(error, PromptTooLongError):
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len} maximum"
+    return status, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def from_exception(error: BaseException, request_id: str) -> ApiError:

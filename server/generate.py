@@ -6,7 +6,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-import engine
 from server.answer import Answer, start_answer
 from server.auth import Caller
 from server.completions import bare_rules
@@ -17,7 +16,7 @@ from server.pipeline import TextRules
 from server.prompt import Prompt
 from server.protocol import ChatMessage, GenerateRequest
 from server.reasoning import Reasoning
-from server.sampling import check_ranges, output_limit, sampling_params, stop_strings
+from server.sampling import OutputLimit, check_ranges, sampling_for, stop_strings
 from server.serving import Serving
 from server.sse import unless_disconnected
 from server.tool_calls import Content
@@ -45,24 +44,7 @@ class Generate:
         prompt = await model.in_worker(_prompt, body, model)
         rules = bare_rules(model, body.stop) if body.raw else _chat_rules(body, model)
 
-        def sampling(prompt: Prompt) -> engine.SamplingParams:
-            limit = output_limit(
-                body.max_tokens,
-                DEFAULT_MAX_TOKENS,
-                len(prompt.token_ids),
-                model.max_model_len,
-                "max_tokens",
-                "prompt",
-            )
-            return sampling_params(
-                body,
-                model.files.sampling,
-                max_tokens=limit,
-                vocab_size=model.info.vocab_size,
-                stop_token_ids=model.files.stop_token_ids,
-                logprobs=None,
-            )
-
+        sampling = sampling_for(body, model, OutputLimit(body.max_tokens, DEFAULT_MAX_TOKENS, prompt="prompt"))
         return await start_answer(self._serving, model, caller, [prompt], rules, sampling, prefix="gen-")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.errors import ApiError, BadRequestError, BodyTooLargeError
+from server.errors import ApiError, BadRequestError, BodyTooLargeError, body_for
 from server.protocol import Body, parse, to_json
 
 # parsing a larger body would hold up every stream
@@ -18,8 +18,9 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers())
+def error_response(path: str, error: ApiError, request_id: str) -> Response:
+    status, body = body_for(path, error, request_id)
+    return json_response(body, status, error.headers())
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -52,6 +52,10 @@ class TextPipeline:
         self.num_reasoning_tokens = 0
         self.is_stopped = False
 
+    @property
+    def stop_string(self) -> str | None:
+        return self._stop.hit
+
     def push(self, token_ids: Sequence[int]) -> list[Event]:
         """Events that the tokens make certain. Tokens after the end of the answer count for nothing."""
         events: list[Event] = []

@@ -1,11 +1,14 @@
 """Sampling values of a request: checked, and filled in with the checkpoint's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine import SamplingParams
 from server.checkpoint import SamplingDefaults
 from server.errors import BadRequestError, PromptTooLongError
+from server.model import ServedModel
+from server.prompt import Prompt
 from server.protocol import SamplingFields
 
 MAX_CHOICES = 16
@@ -68,16 +71,45 @@ def num_logprobs(wants: bool | None, top: int | None) -> int | None:
     return (top or 0) if wants else None
 
 
-def output_limit(
-    asked: int | None, default: int, num_prompt_tokens: int, max_model_len: int, name: str, param: str = "messages"
-) -> int:
-    """Output tokens of a request: what it asks for, as far as it fits. raises PromptTooLongError when nothing fits"""
-    if asked is not None and asked < 1:
-        raise BadRequestError(f"{name}: {asked} is less than 1.", param=name)
+@dataclass(frozen=True, slots=True)
+class OutputLimit:
+    """How many tokens a request asks for, and the words for it in errors.
+
+    name    the limit's field; prompt  the field that a too long prompt stands in
+    """
+
+    asked: int | None
+    default: int
+    name: str = "max_tokens"
+    prompt: str = "messages"
+
+
+def output_limit(limit: OutputLimit, num_prompt_tokens: int, max_model_len: int) -> int:
+    """What is asked for, as far as it fits. raises PromptTooLongError when nothing fits"""
+    if limit.asked is not None and limit.asked < 1:
+        raise BadRequestError(f"{limit.name}: {limit.asked} is less than 1.", param=limit.name)
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise PromptTooLongError(max_model_len, num_prompt_tokens, param=param)
-    return min(default if asked is None else asked, room)
+        raise PromptTooLongError(max_model_len, num_prompt_tokens, param=limit.prompt)
+    return min(limit.default if limit.asked is None else limit.asked, room)
+
+
+def sampling_for(
+    request: SamplingFields, model: ServedModel, limit: OutputLimit, logprobs: int | None = None
+) -> Callable[[Prompt], SamplingParams]:
+    """The values for a prompt, whose length decides what fits after it. The returned function raises BadRequestError"""
+
+    def params(prompt: Prompt) -> SamplingParams:
+        return sampling_params(
+            request,
+            model.files.sampling,
+            max_tokens=output_limit(limit, len(prompt.token_ids), model.max_model_len),
+            vocab_size=model.info.vocab_size,
+            stop_token_ids=model.files.stop_token_ids,
+            logprobs=logprobs,
+        )
+
+    return params
 
 
 def sampling_params(

@@ -20,6 +20,10 @@ HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 
 
+def named(event: str, value: Any) -> bytes:
+    return f"event: {event}\n".encode() + data(value)
+
+
 def data(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
@@ -59,9 +63,16 @@ class EventStream:
             await self._release()
 
 
-def event_stream(config: ServerConfig, events: AsyncIterator[bytes], answer: Answer) -> EventStream:
+def event_stream(
+    config: ServerConfig,
+    events: AsyncIterator[bytes],
+    answer: Answer,
+    heartbeat: Callable[[], ServerSentEvent] | None = None,
+) -> EventStream:
     """The stream of one answer, which ends with it."""
-    return EventStream(events, answer.close, heartbeat_s=config.heartbeat_s, send_timeout_s=config.send_timeout_s)
+    return EventStream(
+        events, answer.close, heartbeat_s=config.heartbeat_s, send_timeout_s=config.send_timeout_s, heartbeat=heartbeat
+    )
 
 
 def _comment() -> ServerSentEvent:
