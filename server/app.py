@@ -26,6 +26,7 @@ from server.health import Health
 from server.http import error_response
 from server.messages import Messages
 from server.metrics import metrics_page
+from server.responses import Responses
 from server.serving import Serving
 from server.tokenize import Tokenize
 
@@ -44,6 +45,7 @@ def build_app(serving: Serving, access: AccessControl) -> Starlette:
         routes=[
             Route("/v1/chat/completions", ChatCompletions(serving).create, methods=["POST"]),
             Route("/v1/completions", Completions(serving).create, methods=["POST"]),
+            Route("/v1/responses", Responses(serving).create, methods=["POST"]),
             Route("/v1/messages", messages.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/tokenize", tokenize.tokenize, methods=["POST"]),

@@ -98,7 +98,7 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     check_ranges(body)
     _check_response_format(body.response_format)
     tools = declared_tools(body.tools)
-    has_calls = _tool_choice(body.tool_choice) == "auto" and bool(tools)
+    has_calls = tool_choice(body.tool_choice) == "auto" and bool(tools)
     return ChatPlan(
         body=body,
         rules=TextRules(
@@ -114,7 +114,8 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     )
 
 
-def _tool_choice(choice: str | Mapping[str, Any] | None) -> str:
+def tool_choice(choice: str | Mapping[str, Any] | None) -> str:
+    """`auto` or `none`. raises UnsupportedError"""
     if choice in (None, "auto"):
         return "auto"
     if choice == "none":

@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import pytest
 
 from server.messages_protocol import MessagesRequest, chat_messages
@@ -77,7 +78,6 @@ def comparable(blocks: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def anthropic_client(live):
-    anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as client:
         yield client
 

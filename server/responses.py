@@ -1,0 +1,339 @@
+"""POST /v1/responses, streamed and whole: one list of output items, written in the same order by both."""
+
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sse_starlette import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import engine
+from server.answer import Answer, start_answer
+from server.auth import Caller
+from server.chat import tool_choice
+from server.choice import Delta
+from server.errors import ApiError, PromptTooLongError, UnsupportedError, from_exception
+from server.http import json_response, read_json
+from server.model import ServedModel, check_model
+from server.pipeline import Event, TextRules
+from server.prompt import Prompt
+from server.protocol import ChatMessage, FunctionCall, ToolCall, to_json
+from server.reasoning import Reasoning
+from server.response_store import ResponseStore
+from server.responses_protocol import ResponsesRequest, function_tools, input_messages
+from server.sampling import OutputLimit, check_ranges, sampling_for
+from server.serving import Serving
+from server.sse import EventStream, named, unless_disconnected
+from server.tool_calls import CallArguments, CallEnd, CallStart, Content
+from server.tool_schema import ToolSchemas, declared_tools
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePlan:
+    """A checked request: the conversation it continues, and what every answer repeats of it."""
+
+    body: ResponsesRequest
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
+    tenant: str
+
+
+class Responses:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._store = ResponseStore()
+
+    async def create(self, request: Request) -> Response | ASGIApp:
+        body, unknown = await read_json(request, ResponsesRequest, self._serving.config.max_body_bytes)
+        model = self._serving.model
+        caller: Caller = request.state.caller
+        check_model(body.model, model, caller)
+        plan = self._plan(body, caller)
+        self._serving.metrics.count_ignored(unknown)
+        try:
+            answer = await self._start(plan, model, caller)
+        except PromptTooLongError as error:
+            if not body.stream:
+                raise
+            # one agent knows a full context by this event only
+            return self._stream(_refusal(plan, model, error), _nothing, EventNumbers())
+        writer = ResponseWriter(plan, answer)
+        if body.stream:
+            return self._stream(self._events(writer, request.state.request_id), answer.close, writer.numbers, writer)
+        return json_response(await unless_disconnected(request, self._whole(writer)))
+
+    def _plan(self, body: ResponsesRequest, caller: Caller) -> ResponsePlan:
+        check_ranges(body)
+        _check_form(body)
+        earlier = self._store.get(caller.tenant, body.previous_response_id) if body.previous_response_id else ()
+        messages = [*earlier, *input_messages(body.input)]
+        return ResponsePlan(body, messages, declared_tools(function_tools(body.tools)), caller.tenant)
+
+    async def _start(self, plan: ResponsePlan, model: ServedModel, caller: Caller) -> Answer:
+        body = plan.body
+        options = model.prompts.options(None, body.reasoning.effort if body.reasoning else None, None)
+        head = [ChatMessage("system", body.instructions)] if body.instructions else []
+        prompt: Prompt = await model.in_worker(model.prompts.chat, [*head, *plan.messages], plan.tools, options)
+        has_calls = tool_choice(body.tool_choice) == "auto" and bool(plan.tools)
+        rules = TextRules(
+            token_bytes=model.files.vocabulary.token_bytes,
+            tools=ToolSchemas(tool["function"] for tool in plan.tools) if has_calls else None,
+            is_parallel=body.parallel_tool_calls is not False,
+        )
+        limit = OutputLimit(body.max_output_tokens, model.default_max_tokens, "max_output_tokens", "input")
+        sampling = sampling_for(body, model, limit)
+        return await start_answer(self._serving, model, caller, [prompt], rules, sampling, prefix="resp_")
+
+    def _stream(
+        self,
+        events: AsyncIterator[bytes],
+        release: Any,
+        numbers: "EventNumbers",
+        writer: "ResponseWriter | None" = None,
+    ) -> EventStream:
+        def heartbeat() -> ServerSentEvent:
+            # comments do not reset this API's idle timers, an event does
+            value = {"response": writer.response("in_progress")} if writer else {}
+            return ServerSentEvent(
+                event="response.in_progress",
+                data=to_json(numbers.event("response.in_progress", value)).decode(),
+                sep="\n",
+            )
+
+        config = self._serving.config
+        return EventStream(
+            events, release, heartbeat_s=config.heartbeat_s, send_timeout_s=config.send_timeout_s, heartbeat=heartbeat
+        )
+
+    async def _events(self, writer: "ResponseWriter", request_id: str) -> AsyncIterator[bytes]:
+        yield writer.begin()
+        try:
+            async for batch in writer.answer.deltas():
+                if written := b"".join([part for _, delta in batch for part in writer.write(delta)]):
+                    yield written
+        except engine.EngineError as error:
+            yield writer.fail(from_exception(error, request_id))
+            return
+        self._keep(writer)
+        yield writer.end()
+
+    async def _whole(self, writer: "ResponseWriter") -> dict[str, Any]:
+        try:
+            async for batch in writer.answer.deltas():
+                for _, delta in batch:
+                    for _ in writer.write(delta):
+                        pass
+        finally:
+            await writer.answer.close()
+        self._keep(writer)
+        return writer.response(writer.final_status())
+
+    def _keep(self, writer: "ResponseWriter") -> None:
+        if writer.plan.body.store is not False:
+            messages = [*writer.plan.messages, writer.message()]
+            self._store.put(writer.plan.tenant, writer.answer.answer_id, messages)
+
+
+async def _nothing() -> None:
+    """There is no work to release."""
+
+
+def _check_form(body: ResponsesRequest) -> None:
+    if body.background:
+        raise UnsupportedError("background: answers are given on this connection only.", param="background")
+    if (body.n or 1) > 1:
+        raise UnsupportedError("n: a response has one answer.", param="n")
+    if body.stop is not None:
+        raise UnsupportedError("stop: this API has no stop strings; chat completions have.", param="stop")
+    wanted = (body.text.format or {}).get("type", "text") if body.text else "text"
+    if wanted != "text":
+        raise UnsupportedError("text.format: only {'type': 'text'} is supported.", param="text.format")
+
+
+async def _refusal(plan: ResponsePlan, model: ServedModel, error: PromptTooLongError) -> AsyncIterator[bytes]:
+    numbers = EventNumbers()
+    response = _response_body(plan, f"resp_{secrets.token_hex(12)}", model.name, model.created)
+    yield numbers.write("response.created", {"response": response | {"status": "in_progress"}})
+    failed = response | {"status": "failed", "error": {"code": error.code, "message": error.message}}
+    yield numbers.write("response.failed", {"response": failed})
+
+
+class EventNumbers:
+    """Every event of a stream carries the next number."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def event(self, kind: str, value: dict[str, Any]) -> dict[str, Any]:
+        numbered = {"type": kind, "sequence_number": self._next, **value}
+        self._next += 1
+        return numbered
+
+    def write(self, kind: str, value: dict[str, Any]) -> bytes:
+        return named(kind, self.event(kind, value))
+
+
+class ResponseWriter:
+    """Turns deltas into output items and their events. The whole answer is the same items without the events."""
+
+    def __init__(self, plan: ResponsePlan, answer: Answer) -> None:
+        self.plan = plan
+        self.answer = answer
+        self.numbers = EventNumbers()
+        self._items: list[dict[str, Any]] = []
+        self._text: list[str] = []
+        self._open: str | None = None
+
+    def begin(self) -> bytes:
+        response = self.response("in_progress")
+        created = self.numbers.write("response.created", {"response": response})
+        return created + self.numbers.write("response.in_progress", {"response": response})
+
+    def write(self, delta: Delta) -> Iterator[bytes]:
+        for event in delta.events:
+            yield from self._write_event(event)
+        if delta.finish_reason is not None:
+            yield from self._close("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def end(self) -> bytes:
+        status = self.final_status()
+        return self.numbers.write(f"response.{status}", {"response": self.response(status)})
+
+    def fail(self, error: ApiError) -> bytes:
+        response = self.response("failed") | {"error": {"code": error.code, "message": error.message}}
+        return self.numbers.write("response.failed", {"response": response})
+
+    def final_status(self) -> str:
+        return "incomplete" if self.answer.choices[0].finish_reason == "length" else "completed"
+
+    def response(self, status: str) -> dict[str, Any]:
+        answer = self.answer
+        body = _response_body(self.plan, answer.answer_id, answer.model, answer.created) | {"status": status}
+        if status in ("completed", "incomplete"):
+            body |= {"output": self._items, "usage": _usage(answer)}
+        if status == "incomplete":
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        return body
+
+    def message(self) -> ChatMessage:
+        """The answer as a turn of the conversation that may follow."""
+        turn = ChatMessage("assistant", "", reasoning_content="", tool_calls=[])
+        for item in self._items:
+            match item["type"]:
+                case "reasoning":
+                    turn.reasoning_content += "".join(part["text"] for part in item["content"])
+                case "message":
+                    turn.content += "".join(part["text"] for part in item["content"])
+                case "function_call":
+                    call = FunctionCall(item["name"], item["arguments"])
+                    turn.tool_calls.append(ToolCall(call, id=item["call_id"]))
+        return turn
+
+    def _write_event(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case Reasoning(text):
+                yield from self._ensure("reasoning", {"summary": [], "content": []})
+                yield self._delta("response.reasoning_text.delta", text, content_index=0)
+            case Content(text):
+                yield from self._ensure("message", {"role": "assistant", "content": []})
+                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+            case CallStart(_, call_id, name):
+                yield from self._close("completed")
+                yield from self._ensure("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+            case CallArguments(_, text):
+                yield self._delta("response.function_call_arguments.delta", text)
+            case CallEnd():
+                yield from self._close("completed")
+
+    def _ensure(self, kind: str, fields: dict[str, Any]) -> Iterator[bytes]:
+        if self._open == kind:
+            return
+        yield from self._close("completed")
+        item = {"id": f"{ITEM_PREFIXES[kind]}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        self._open, self._text = kind, []
+        yield self._place("response.output_item.added", item=dict(item))
+        if kind == "message":
+            yield self._place("response.content_part.added", item_id=item["id"], content_index=0, part=_output_text(""))
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        item, text, kind = self._items[-1], "".join(self._text), self._open
+        self._open = None
+        where = {"item_id": item["id"]}
+        if kind == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield self._place("response.reasoning_text.done", **where, content_index=0, text=text)
+        elif kind == "message":
+            item["content"] = [_output_text(text)]
+            yield self._place("response.output_text.done", **where, content_index=0, text=text, logprobs=[])
+            yield self._place("response.content_part.done", **where, content_index=0, part=_output_text(text))
+        else:
+            item["arguments"] = text
+            yield self._place("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
+        item["status"] = status
+        yield self._place("response.output_item.done", item=dict(item))
+
+    def _delta(self, kind: str, text: str, **fields: Any) -> bytes:
+        self._text.append(text)
+        return self._place(kind, item_id=self._items[-1]["id"], delta=text, **fields)
+
+    def _place(self, kind: str, **fields: Any) -> bytes:
+        return self.numbers.write(kind, {"output_index": len(self._items) - 1, **fields})
+
+
+ITEM_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response_body(plan: ResponsePlan, response_id: str, model: str, created: int) -> dict[str, Any]:
+    body = plan.body
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": tool_choice(body.tool_choice),
+        "tools": _declared(body.tools),
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "metadata": {},
+    }
+
+
+def _declared(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return [{"strict": False, **tool} for tool in tools or () if tool.get("type") == "function"]
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage()
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }

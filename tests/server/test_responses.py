@@ -1,0 +1,214 @@
+"""/v1/responses through the SDK and event by event."""
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from server.errors import NotFoundError
+from server.protocol import ChatMessage, parse
+from server.response_store import ResponseStore
+from server.responses_protocol import ResponsesRequest, input_messages
+from tests.server.live import NAME
+from tests.server.raw import TOOLS as FUNCTIONS
+from tests.server.test_errors import refusal
+
+PATH = "/v1/responses"
+TOOLS = [{"type": "function", **tool} for tool in FUNCTIONS]
+
+
+def ask(text: str, **fields) -> dict:
+    return {"model": NAME, "input": text, **fields}
+
+
+def whole(live, text: str, **fields) -> dict:
+    answer = live.post(ask(text, **fields), PATH)
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json())
+    return answer.json()
+
+
+def streamed(live, text: str, **fields) -> list[dict]:
+    answer = live.post(ask(text, stream=True, **fields), PATH)
+    assert answer.status_code == 200, answer.text
+    found = []
+    for part in filter(None, answer.text.split("\n\n")):
+        name, data = part.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {value['type']}"
+        found.append(value)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def without_ids(output: list[dict]) -> list[dict]:
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in output]
+
+
+ASKED = [
+    ("hi", {}),
+    ("call the tool", {"tools": TOOLS}),
+    ("call twice", {"tools": TOOLS}),
+    ("cut the call", {"tools": TOOLS, "max_output_tokens": 20}),
+    ("only think", {"max_output_tokens": 3}),
+    ("emoji", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "fields"), ASKED)
+def test_the_stream_ends_with_the_whole_answer(live, text, fields):
+    answer = whole(live, text, **fields)
+    events = streamed(live, text, **fields)
+    final = events[-1]
+    assert final["type"] == f"response.{answer['status']}"
+    assert without_ids(final["response"]["output"]) == without_ids(answer["output"])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["response"]["output"]
+
+
+@pytest.mark.parametrize(("text", "fields"), ASKED)
+def test_deltas_join_to_what_their_items_hold(live, text, fields):
+    made: dict[int, str] = {}
+    for event in streamed(live, text, **fields):
+        if event["type"].endswith(".delta"):
+            made[event["output_index"]] = made.get(event["output_index"], "") + event["delta"]
+        elif event["type"] == "response.output_item.done":
+            item = event["item"]
+            held = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert made[event["output_index"]] == held
+
+
+def test_the_order_of_events(live):
+    kinds = [event["type"] for event in streamed(live, "call the tool", tools=TOOLS)]
+    assert [kind for at, kind in enumerate(kinds) if not at or kinds[at - 1] != kind] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+def test_the_sdk_reads_both_forms(live):
+    answer = live.openai.responses.create(model=NAME, input="call the tool", tools=TOOLS)
+    assert answer.output_text == "I'll check."
+    assert json.loads(answer.output[-1].arguments) == {"path": "/srv/a", "line": 12}
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    with live.openai.responses.stream(model=NAME, input="hi") as stream:
+        final = stream.get_final_response()
+    assert (final.output_text, final.status) == ("Hello, world", "completed")
+
+
+def test_a_conversation_goes_on_by_id_or_by_items(live):
+    first = live.openai.responses.create(model=NAME, input="call the tool", tools=TOOLS, instructions="be brief")
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "a.py"}
+    by_id = live.openai.responses.create(
+        model=NAME, previous_response_id=first.id, input=[output], tools=TOOLS, instructions="be brief"
+    )
+    items = [{"role": "user", "content": "call the tool"}, *(item.model_dump() for item in first.output), output]
+    by_items = live.openai.responses.create(model=NAME, input=items, tools=TOOLS, instructions="be brief", store=False)
+    assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    assert by_id.output_text == by_items.output_text == "Hello, world"
+    with pytest.raises(openai.NotFoundError, match="not kept"):
+        live.openai.responses.create(model=NAME, previous_response_id=by_items.id, input="more")
+
+
+def test_heartbeats_are_events(live):
+    events = streamed(live, "think long first")
+    assert [event["type"] for event in events].count("response.in_progress") >= 3
+
+
+def test_a_full_context_is_an_event_when_streamed(live):
+    created, failed = streamed(live, "word " * 5000)
+    assert (created["type"], failed["type"]) == ("response.created", "response.failed")
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
+    error = refusal(live.post(ask("word " * 5000), PATH))
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_errors_after_the_headers(live):
+    live.wait_until(lambda: live.serving.state == "ready")
+    events = streamed(live, "die soon")
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["message"]
+    live.wait_until(lambda: live.serving.state == "ready")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 7}, "input"),
+        ({"input": []}, "messages"),
+        ({"input": [{"type": "message", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call"}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages[0].content[0]"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning_effort"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ],
+)
+def test_wrong_requests_are_refused_in_words(live, fields, param):
+    for stream in (False, True):
+        answer = live.post({**ask("hi"), "stream": stream, **fields}, PATH)
+        assert refusal(answer, 404 if "previous_response_id" in fields else 400)["param"] == param
+
+
+def test_tools_that_a_server_would_run_are_skipped(live):
+    tools = [{"type": "web_search"}, {"type": "local_shell"}, *TOOLS]
+    answer = whole(live, "call twice", tools=tools)
+    assert [item["type"] for item in answer["output"]] == ["function_call", "function_call"]
+
+
+def test_items_become_turns():
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "look"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "diff"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "a"}]},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "full"}]},
+        {"type": "function_call", "call_id": "c3", "name": "ls", "arguments": "{}"},
+    ]
+    body, _ = parse(json.dumps({"input": items}).encode(), ResponsesRequest)
+    turns = input_messages(body.input)
+    assert [turn.role for turn in turns] == ["developer", "user", "assistant", "tool", "tool", "assistant"]
+    assert (turns[2].reasoning_content, len(turns[2].tool_calls)) == ("short", 2)
+    assert turns[2].tool_calls[1].function.arguments == {"input": "diff"}
+    assert (turns[5].reasoning_content, turns[5].content, len(turns[5].tool_calls)) == ("full", "", 1)
+
+
+def test_the_store_is_bounded_and_private():
+    store = ResponseStore(max_responses=2, max_chars=100)
+    for name in "abc":
+        store.put("t", name, [ChatMessage("user", "x" * 10)])
+    with pytest.raises(NotFoundError):
+        store.get("t", "a")
+    assert store.get("t", "c")
+    with pytest.raises(NotFoundError):
+        store.get("other", "c")
+    store.put("t", "d", [ChatMessage("user", "x" * 95)])
+    assert len(store) == 1
+    store.put("t", "e", [ChatMessage("user", "x" * 101)])
+    assert len(store) == 0
