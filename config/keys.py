@@ -29,6 +29,17 @@ class Key(Section):
     models: tuple[str, ...] = ()
     """Model names it may use; all when empty."""
 
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    prompt_tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Prompt tokens that no cache held."""
+
+    tokens_per_day: int | None = Field(default=None, ge=1)
+    """Uncached prompt tokens and output together, of a UTC day."""
+
+    concurrent_requests: int | None = Field(default=None, ge=1)
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Told to the engine; a higher one is scheduled first."""
+
 
 class KeyRing:
     """Keys by digest; a lookup compares digests, so its time tells nothing about a key."""

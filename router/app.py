@@ -27,6 +27,7 @@ from router.lane import Decision, LaneMemory, TokenRatio, Wish
 from router.metrics import Metrics
 from router.models import allowed_lanes, list_models
 from router.proxy import Call, Proxy
+from router.quota import Quotas, Usage
 from router.route import Route
 from router.transport import Transport
 from router.worker import Worker
@@ -45,6 +46,7 @@ class Gateway:
         self._auth = Auth(config.keys_file)
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
+        self._quotas = Quotas()
         self._transport = Transport(config)
         self._health = HealthChecks(config, self.workers.values(), self._transport, self.metrics)
         self._proxy = Proxy(config, self.workers, self._transport, self.metrics, self._memory, self._ratio)
@@ -86,9 +88,12 @@ class Gateway:
             try:
                 await self._answer_or_refuse(exchange)
             except ClientGoneError:
-                exchange.notes["client_gone"] = True
-                self.metrics.client_gone.inc()
+                # some close as soon as they have read the end marker
+                if not exchange.is_answered:
+                    exchange.notes["client_gone"] = True
+                    self.metrics.client_gone.inc()
             finally:
+                exchange.finish()
                 self._note(exchange)
 
     async def _answer_or_refuse(self, exchange: Exchange) -> None:
@@ -128,8 +133,25 @@ class Gateway:
         decision = self._decide(ask, asked, key)
         exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
         self.metrics.decisions.labels(decision.lane, decision.reason).inc()
-        call = Call(exchange, asked, ask, decision, body, tenant)
+        call = Call(exchange, asked, ask, decision, body, tenant, key.priority if key else 0)
+        if key is not None:
+            self._take_grant(call, key)
         await guarded(self._proxy.forward(call), _leave_with(exchange))
+
+    def _take_grant(self, call: Call, key: Key) -> None:
+        """Takes a place within the key's limits; what the request turns out to cost is charged when it finishes."""
+        exchange, tokens, conversation = call.exchange, call.decision.prompt_tokens, call.ask.conversation
+        grant = self._quotas.admit(key, tokens, conversation, time.monotonic(), time.time())
+        exchange.extra_headers = grant.headers(time.monotonic())
+
+        def settle() -> None:
+            # a client that left before the answer may have cost its whole prompt
+            is_refused = exchange.status is not None and exchange.status >= 400
+            grant.settle(_usage(exchange.counts), is_refused, time.monotonic(), time.time())
+            if not is_refused:
+                self._quotas.note_length(conversation, tokens)
+
+        exchange.on_finish = settle
 
     def _decide(self, ask: Ask, asked: Route, key: Key | None) -> Decision:
         if key and key.models and ask.model is None:
@@ -195,8 +217,15 @@ def _check_media_type(exchange: Exchange, asked: Route, key: Key | None) -> bool
     raise MediaTypeError(f"content-type {given!r} is not accepted: send application/json")
 
 
+def _usage(counts: Mapping[str, int]) -> Usage | None:
+    return Usage(counts["prompt"], counts.get("cached"), counts.get("output", 0)) if "prompt" in counts else None
+
+
 async def _leave_with(exchange: Exchange) -> None:
     await exchange.disconnected()
+    if exchange.has_ended:
+        # the answer is out, and what is left of the work is cleaning up
+        await asyncio.Future()
     raise ClientGoneError
 
 

@@ -9,6 +9,7 @@ GatewayError
 │   ├── MethodError             405
 │   ├── BodyTooLargeError       413
 │   └── MediaTypeError          415
+├── QuotaError                  429  the key has used what it may use
 ├── UnavailableError            503  try again later; `retry_after_s` says when
 └── UpstreamError               502  the upstream failed under the request
     └── UpstreamTimeoutError    504  it was silent for too long
@@ -16,11 +17,13 @@ ClientGoneError                 nobody is left to answer
 """
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 RETRY_AFTER_S = 5
+LONGEST_RETRY_AFTER_S = 60
 
 
 class GatewayError(Exception):
@@ -71,6 +74,17 @@ class MediaTypeError(RequestError):
     status, code = 415, "unsupported_media_type"
 
 
+class QuotaError(GatewayError):
+    """wait_s: until the request may pass; is_retry_useful is False where that is far away."""
+
+    status, type, code, anthropic_type = 429, "rate_limit_exceeded", "rate_limit_exceeded", "rate_limit_error"
+
+    def __init__(self, message: str, wait_s: float, is_retry_useful: bool = True) -> None:
+        super().__init__(message)
+        self.retry_after_s = min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
+        self.is_retry_useful = is_retry_useful
+
+
 class UnavailableError(GatewayError):
     status, code, anthropic_type = 503, "server_is_overloaded", "overloaded_error"
 
@@ -114,8 +128,10 @@ def error_event(error: GatewayError, api: str, request_id: str, last: Mapping[st
 
 
 def _extra_headers(error: GatewayError) -> dict[str, str]:
-    if isinstance(error, UnavailableError):
-        return {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
+    if isinstance(error, UnavailableError | QuotaError):
+        wait = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
+        is_final = isinstance(error, QuotaError) and not error.is_retry_useful
+        return wait | ({"x-should-retry": "false"} if is_final else {})
     if isinstance(error, AuthError):
         return {"www-authenticate": "Bearer", "x-should-retry": "false"}
     return {"x-should-retry": "false"} if isinstance(error, RequestError | ForbiddenError) else {}

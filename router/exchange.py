@@ -3,7 +3,7 @@
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from router.errors import BodyTooLargeError, ClientGoneError, GatewayError, RequestError, error_response
@@ -27,9 +27,13 @@ class Exchange:
         self.started_at = time.perf_counter()
         self.first_byte_at: float | None = None
         self.status: int | None = None
+        self.is_answered = False
         self.has_ended = False
         self.bytes_in = 0
         self.bytes_out = 0
+        self.extra_headers: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.on_finish: Callable[[], None] | None = None
         self.notes: dict[str, Any] = {}
 
     async def read_body(self, max_bytes: int) -> bytes:
@@ -57,7 +61,7 @@ class Exchange:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         self.first_byte_at = time.perf_counter()
-        fields = {**headers, "x-request-id": self.request_id}
+        fields = {**headers, **self.extra_headers, "x-request-id": self.request_id}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -65,7 +69,15 @@ class Exchange:
         self.bytes_out += len(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
+    def finish(self) -> None:
+        """Settles accounts, once. Before the last bytes leave: a client may send its next request as they arrive."""
+        self.is_answered = True
+        settle, self.on_finish = self.on_finish, None
+        if settle is not None:
+            settle()
+
     async def end(self, body: bytes = b"") -> None:
+        self.finish()
         self.bytes_out += len(body)
         self.has_ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

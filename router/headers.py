@@ -27,16 +27,17 @@ TO_CLIENT = (
 )
 # trusted by the engine's server only beside the shared secret
 TENANT = "x-longlane-tenant"
+PRIORITY = "x-longlane-priority"
 SECRET = "x-longlane-gateway-secret"
 UNBUFFERED = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
 def upstream_headers(
-    client: Mapping[str, str], upstream: Upstream, request_id: str, tenant: str, secret: str | None
+    client: Mapping[str, str], upstream: Upstream, request_id: str, tenant: str, priority: int, secret: str | None
 ) -> dict[str, str]:
     """The client's key is never among them; the upstream's own key is put in.
 
-    tenant, secret  sent to the engine's server only, and only where a secret is configured
+    tenant, priority, secret  sent to the engine's server only, and only where a secret is configured
     """
     headers = {name: client[name] for name in TO_UPSTREAM if name in client}
     # a compressed stream could not be cut into events
@@ -44,7 +45,7 @@ def upstream_headers(
     if upstream.key is not None:
         headers["authorization"] = f"Bearer {upstream.key.get_secret_value()}"
     if secret is not None and upstream.lane == "long":
-        headers |= {SECRET: secret, TENANT: tenant}
+        headers |= {SECRET: secret, TENANT: tenant, PRIORITY: str(priority)}
     return headers
 
 

@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from config import ConfigError, Key
 from config.keys import digest, generate, read_keys, write_keys
 
+LIMITS = tuple(name for name in Key.model_fields if name not in ("name", "sha256"))
+
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
@@ -34,7 +36,9 @@ def add(arguments: argparse.Namespace) -> int:
 
 def list_keys(arguments: argparse.Namespace) -> int:
     for key in read_keys(arguments.file):
-        print(f"{key.name}\t{key.sha256[:12]}…\tlanes {','.join(key.lanes)}\tmodels {','.join(key.models) or 'all'}")
+        limits = key.model_dump(include=set(LIMITS), exclude_defaults=True)
+        told = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in limits.items())
+        print("\t".join((key.name, f"{key.sha256[:12]}…", *told)))
     return 0
 
 
@@ -51,7 +55,7 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 def _key(arguments: argparse.Namespace, secret: str) -> Key:
     fields = {"name": arguments.name, "sha256": digest(secret)}
-    fields |= {name: getattr(arguments, name) for name in ("lanes", "models") if getattr(arguments, name)}
+    fields |= {name: value for name in LIMITS if (value := getattr(arguments, name)) is not None}
     try:
         return Key(**fields)
     except ValidationError as error:
@@ -73,8 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         if run is not list_keys:
             command.add_argument("--name", required=True)
         if run is add:
-            command.add_argument("--lanes", type=_words, metavar="long,short")
-            command.add_argument("--models", type=_words, metavar="A,B")
+            for name in LIMITS:
+                convert = _words if name in ("lanes", "models") else int
+                command.add_argument(
+                    f"--{name}".replace("_", "-"), type=convert, help=Key.model_fields[name].description
+                )
     return parser
 
 

@@ -27,7 +27,7 @@ FAILOVER_STATUS = (502, 503)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request with everything that was decided about it. tenant is the name of its key."""
+    """One request with everything that was decided about it. tenant and priority are those of its key."""
 
     exchange: Exchange
     route: Route
@@ -35,6 +35,7 @@ class Call:
     decision: Decision
     body: bytes
     tenant: str
+    priority: int = 0
 
 
 class Proxy:
@@ -100,7 +101,7 @@ class Proxy:
             worker.name,
             exchange.method,
             f"{upstream.url}{call.route.path}{query}",
-            upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, self._secret),
+            upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
             call.body,
             self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
         )
@@ -109,6 +110,8 @@ class Proxy:
         if response.status_code in FAILOVER_STATUS and rest:
             return self._fail_over(call, worker, str(response.status_code), rest)
         chunks = self._transport.chunks(worker.name, response)
+        if response.status_code < 300:
+            self._memory.remember(call.ask.conversation, call.exchange.notes["lane"])
         if _is_event_stream(response):
             await self._pass_events(call, worker, response, chunks)
             return []
@@ -127,9 +130,8 @@ class Proxy:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
         await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
-        relay = Relay(call.exchange, worker.upstream, chunks, self._config)
-        failure = await relay.events()
-        self._note_end(call, worker, response.status_code, relay.prompt_tokens, failure)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self._config).events()
+        self._note_end(call, worker, response.status_code, failure)
 
     async def _pass_body(
         self,
@@ -144,14 +146,15 @@ class Proxy:
         if is_whole:
             scanner = StreamScanner(call.exchange.api)
             scanner.note(held)
-            self._note_end(call, worker, response.status_code, scanner.prompt_tokens, None)
+            call.exchange.counts = scanner.counts
+            self._note_end(call, worker, response.status_code, None)
             await call.exchange.respond(response.status_code, headers, held)
             return
         if "content-length" in response.headers:
             headers["content-length"] = response.headers["content-length"]
         await call.exchange.start(response.status_code, headers)
         failure = await Relay(call.exchange, worker.upstream, chunks, self._config).body(held)
-        self._note_end(call, worker, response.status_code, None, failure)
+        self._note_end(call, worker, response.status_code, failure)
 
     async def _hold(self, worker: Worker, response: httpx.Response, chunks: AsyncIterator[bytes]) -> tuple[bytes, bool]:
         """A JSON body is held back while it is small, so that its failure is still an honest status."""
@@ -174,16 +177,12 @@ class Proxy:
         self._metrics.failovers.labels(worker.name, reason).inc()
         return rest
 
-    def _note_end(
-        self, call: Call, worker: Worker, status: int, prompt_tokens: int | None, failure: GatewayError | None
-    ) -> None:
+    def _note_end(self, call: Call, worker: Worker, status: int, failure: GatewayError | None) -> None:
         if failure is not None:
             call.exchange.notes["error"] = failure.code
             self._metrics.broken_streams.labels(worker.name).inc()
-        elif status < 300:
-            self._memory.remember(call.ask.conversation, call.exchange.notes["lane"])
-            if call.ask.model in (worker.cards or {}):
-                self._ratio.learn(call.ask.text_bytes, call.ask.model, prompt_tokens)
+        elif status < 300 and call.ask.model in (worker.cards or {}):
+            self._ratio.learn(call.ask.text_bytes, call.ask.model, call.exchange.counts.get("prompt"))
 
 
 def _check(worker: Worker, response: httpx.Response) -> None:

@@ -26,12 +26,9 @@ class Relay:
         self._chunks = chunks
         self._config = config
         self._scanner = StreamScanner(exchange.api)
+        exchange.counts = self._scanner.counts
         self._is_waiting = True
         self._since = self._sent_at = time.monotonic()
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._scanner.prompt_tokens
 
     async def events(self) -> UpstreamError | None:
         """Passes a stream of events; returns the failure that its last event tells of, if any."""
@@ -74,6 +71,8 @@ class Relay:
         self._mark(is_waiting=True)
         if events:
             self._scanner.note(events)
+            if self._scanner.has_marker:
+                self._exchange.finish()
             await self._send(events)
 
     async def _pump_body(self, held: bytes) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 HELD_BYTES = 1024 * 1024
 # a line end is CR LF, LF or CR; a CR at the very end waits for the byte after it
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
-_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+_COUNTS = {
+    b"prompt_tokens": "prompt",
+    b"input_tokens": "prompt",
+    b"cached_tokens": "cached",
+    b"cache_read_input_tokens": "cached",
+    b"completion_tokens": "output",
+    b"output_tokens": "output",
+}
+_COUNT = re.compile(rb'"(' + b"|".join(_COUNTS) + rb')"\s*:\s*(\d+)')
 _DONE = (b"data: [DONE]", b"data:[DONE]")
 _FINAL_EVENTS = {
     "chat": _DONE,
@@ -52,26 +60,31 @@ class EventSplitter:
 
 
 class StreamScanner:
-    """Reads beside the stream: prompt tokens, and whether the API's terminal marker was seen."""
+    """Reads beside the stream: token counts, and whether the API's terminal marker was seen.
+
+    counts  `prompt`, `cached`, `output`, as far as the upstream told them
+    """
 
     def __init__(self, api: str) -> None:
         self._finals = _FINAL_EVENTS.get(api, ())
         self._last = b""
-        self.has_ended = not self._finals
-        self.prompt_tokens: int | None = None
+        self.has_marker = False
+        self.counts: dict[str, int] = {}
 
     def note(self, events: bytes) -> None:
         if b"data:" in events:
             self._last = events
         if b'_tokens"' in events:
-            for match in _PROMPT_TOKENS.finditer(events):
-                self.prompt_tokens = max(int(match[1]), self.prompt_tokens or 0)
-        if not self.has_ended:
-            self.has_ended = any(_has_line(events, final) for final in self._finals)
+            for match in _COUNT.finditer(events):
+                # later events repeat or raise the counts of earlier ones
+                name = _COUNTS[match[1]]
+                self.counts[name] = max(int(match[2]), self.counts.get(name, 0))
+        if not self.has_marker:
+            self.has_marker = any(_has_line(events, final) for final in self._finals)
 
     def is_whole(self) -> bool:
         """True when the stream has said that it is over, by its marker or by an error of its own."""
-        return self.has_ended or _is_final(self.last_data())
+        return self.has_marker or not self._finals or _is_final(self.last_data())
 
     def last_data(self) -> dict[str, Any]:
         """Data of the newest event that carries a JSON object."""

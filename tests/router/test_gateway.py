@@ -4,6 +4,7 @@ import json
 import socket
 import time
 
+import httpx
 import pytest
 
 from config import Upstream
@@ -314,3 +315,40 @@ def test_least_loaded_worker_gets_the_next_request(gateway, upstream, client):
     for connection in connections:
         connection.close()
     eventually(lambda: running.num_open == 0)
+
+
+def test_quota_of_a_key(gateway, upstream, client, keys_file):
+    async def answer(received, connection):
+        await connection.answer(200, {"usage": {"prompt_tokens": 10, "completion_tokens": 5}})
+
+    path, secrets = keys_file(alice={"requests_per_minute": 2, "concurrent_requests": 1}, bob={})
+    long = upstream(answer=answer)
+    url = gateway(long=long, keys_file=path).url
+    alice, bob = bearer(secrets["alice"]), bearer(secrets["bob"])
+    first = client.post(url + CHAT, json=BODY, headers=alice)
+    assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "1")
+    assert client.post(url + CHAT, json=BODY, headers=alice).status_code == 200
+    refused = client.post(url + CHAT, json=BODY, headers=alice)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert client.post(url + "/v1/messages", json=BODY, headers=alice).json()["error"]["type"] == "rate_limit_error"
+    other = client.post(url + CHAT, json=BODY, headers=bob)
+    assert other.status_code == 200
+    assert not any(name.startswith("x-ratelimit") for name in other.headers)
+    assert len(long.requests) == 3
+
+
+def test_place_of_a_key_is_free_again_after_its_client_left(gateway, upstream, client, keys_file):
+    async def never(received, connection):
+        await connection.closed()
+        raise ConnectionError
+
+    path, secrets = keys_file(alice={"concurrent_requests": 1})
+    long = upstream(answer=never)
+    running = gateway(long=long, keys_file=path)
+    headers = bearer(secrets["alice"])
+    with pytest.raises(httpx.ReadTimeout):
+        client.post(running.url + CHAT, json=BODY, headers=headers, timeout=0.3)
+    eventually(lambda: running.num_open == 0)
+    long.answer = echo
+    assert client.post(running.url + CHAT, json=BODY, headers=headers).status_code == 200

@@ -82,9 +82,10 @@ def test_end_marker_of_each_api(api, events, is_whole):
 def test_prompt_tokens_are_read_from_usage_not_from_text():
     scanner = StreamScanner("chat")
     scanner.note(b'data: {"choices":[{"delta":{"content":"\\"prompt_tokens\\": 7"}}]}\n\n')
-    assert scanner.prompt_tokens is None
-    scanner.note(b'data: {"choices":[],"usage":{"prompt_tokens": 41,"completion_tokens":2}}\n\n')
-    assert scanner.prompt_tokens == 41
+    assert scanner.counts == {}
+    usage = b'{"prompt_tokens": 41,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":40}}'
+    scanner.note(b'data: {"choices":[],"usage":' + usage + b"}\n\n")
+    assert scanner.counts == {"prompt": 41, "output": 2, "cached": 40}
 
 
 def test_heartbeats_do_not_hide_the_newest_data():

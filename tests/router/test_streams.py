@@ -206,10 +206,28 @@ def test_hundred_aborts_leave_nothing_open(gateway, upstream, client):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
     eventually(lambda: running.num_in_flight == running.num_open == 0)
+    assert running.app.metrics.client_gone._value.get() == 100
     assert running.app.metrics.in_flight.labels("engine")._value.get() == 0
     eventually(lambda: long.num_closed == len(long.requests))
     long.answer = sends(STREAM)
     assert ask(client, running).content == STREAM
+
+
+def test_client_that_closes_at_the_end_marker_is_not_gone(gateway, upstream):
+    async def answer(received, connection):
+        await connection.start_stream()
+        await connection.chunk(b"data: [DONE]\n\n")
+        await connection.closed()
+        raise ConnectionError
+
+    running = gateway(long=upstream(answer=answer))
+    connection = read_some(running.url, b'{"model":"tiny"}', 0)
+    received = b""
+    while b"[DONE]" not in received:
+        received += connection.recv(1000)
+    connection.close()
+    eventually(lambda: running.num_open == 0)
+    assert running.app.metrics.client_gone._value.get() == 0
 
 
 def test_client_that_leaves_in_mid_body_reaches_no_upstream(gateway, upstream):
