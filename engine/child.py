@@ -128,7 +128,9 @@ def _bind(address: str) -> zmq.asyncio.Socket:
 def _environment() -> dict[str, str]:
     """The parent's environment, with the source tree importable from whatever directory it was started in."""
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{SOURCE_ROOT}{os.pathsep}{path}" if path else str(SOURCE_ROOT)}
+    path = f"{SOURCE_ROOT}{os.pathsep}{path}" if path else str(SOURCE_ROOT)
+    # threads that spin while they wait starve the server beside them, and each other where cores are few
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
 
 
 def _as_error(failed: Failed) -> CheckpointError | CapacityError | EngineDiedError:

@@ -114,14 +114,15 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         params = [row.sampling for row in rows]
         logits = logits / self._column([p.temperature for p in params])
-        keys = torch.tensor([noise_key(row.seed, row.position) for row in rows], device=self._device)
+        keys = [noise_key(row.seed, row.position) for row in rows]
+        keys = torch.tensor(keys, dtype=torch.int32, device=self._device)
         if all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in params):
-            ids = torch.arange(logits.shape[-1], device=self._device)
-            return (logits + gumbel(keys[:, None], ids)).argmax(dim=-1)
+            ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=self._device)
+            return gumbel(keys[:, None], ids).add_(logits).argmax(dim=-1)
         # truncation leaves a few tokens of many; only they need noise
         index, ids = (logits >= self._lowest_kept(logits, params)).nonzero(as_tuple=True)
         scores = torch.full_like(logits, -torch.inf)
-        scores[index, ids] = logits[index, ids] + gumbel(keys[index], ids)
+        scores[index, ids] = logits[index, ids] + gumbel(keys[index], ids.int())
         return scores.argmax(dim=-1)
 
     def _lowest_kept(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -194,32 +195,34 @@ def _mass(best: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return ((best - best[:, :1]).exp() * within).cumsum(dim=-1)
 
 
-def noise_key(seed: int, position: int) -> int:
-    """63 bits that differ in an unrelated way for each seed and position."""
-    return _mix64(_mix64(seed & _MASK64) + position) >> 1
+def noise_key(seed: int, position: int) -> tuple[int, int]:
+    """Two signed 32-bit numbers that differ in an unrelated way for each seed and position."""
+    key = _mix64(_mix64(seed & _MASK64) + position)
+    return (key & _MASK32) - 2**31, (key >> 32) - 2**31
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """-log(-log(u)), u uniform in (0, 1) and a function of key and token id.
 
-    keys       int64, as from noise_key
-    token_ids  int64, of a shape that broadcasts with keys
+    keys       [..., 2] int32, as from noise_key
+    token_ids  int32, of a shape that broadcasts with keys[..., 0]
     return     fp32
     """
-    bits = _mix32(_mix32(token_ids ^ (keys & _MASK32)) + (keys >> 32) & _MASK32)
+    bits = _mix32(_mix32(token_ids ^ keys[..., 0]) + keys[..., 1]) & 0x7FFFFFFF
     # 1 - u rather than u: the tail that decides lies where fp32 is finest
-    rest = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -(-torch.log1p(-rest)).log()
+    rest = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return rest.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """An invertible 32-bit hash in int64 arithmetic, the same on every device."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK32
-    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
-    return x ^ (x >> 16)
+    """An invertible hash in wrapping int32 arithmetic, the same on every device."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 def _mix64(x: int) -> int:
+    """An invertible hash of 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64

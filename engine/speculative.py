@@ -62,9 +62,10 @@ class Advance:
         return self.start + len(self.next_token_ids)
 
     def num_drafts(self, most: int) -> int:
-        """Drafts that may still become output: the target adds one token to those it accepts."""
+        """As many as the last round gave tokens, so that drafting slows down where it fails, and none that could not
+        become output any more: the target adds one token to those it accepts."""
         remaining = self.state.token_limit - (self.end + 1)
-        return max(0, min(most, remaining - 1)) if self.is_current else 0
+        return max(0, min(most, len(self.next_token_ids), remaining - 1)) if self.is_current else 0
 
 
 class Drafter:

@@ -184,25 +184,36 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours():
         assert s.sample(torch.cat([torch.randn_like(logits), logits]).repeat(40, 1), mixed)[1::2].tolist() == alone
 
 
+def keys_of(pairs):
+    return torch.tensor([noise_key(seed, position) for seed, position in pairs], dtype=torch.int32)
+
+
 def test_noise_is_uniform_over_ids_positions_and_seeds():
-    uniform = [
-        torch.exp(-torch.exp(-gumbel(keys, ids)))
-        for keys, ids in (
-            (torch.tensor(noise_key(1, 2)), torch.arange(100_000)),
-            (torch.tensor([noise_key(1, p) for p in range(100_000)]), torch.tensor(17)),
-            (torch.tensor([noise_key(s, 2) for s in range(100_000)]), torch.tensor(17)),
-        )
-    ]
-    for u in uniform:
+    count, one_id = 100_000, torch.tensor(17, dtype=torch.int32)
+    for keys, ids in (
+        (keys_of([(1, 2)]), torch.arange(count, dtype=torch.int32)),
+        (keys_of((1, position) for position in range(count)), one_id),
+        (keys_of((seed, 2) for seed in range(count)), one_id),
+    ):
+        u = torch.exp(-torch.exp(-gumbel(keys, ids)))
         assert_distributed(torch.histc(u, 64, 0, 1), torch.full((64,), 1 / 64))
         pairs = (u[:-1] * 8).int() * 8 + (u[1:] * 8).int()
         assert_distributed(torch.bincount(pairs, minlength=64), torch.full((64,), 1 / 64))
 
 
+def test_rare_tokens_are_as_rare_as_they_should_be():
+    """The upper tail of the noise: among 2 ** 20 draws the largest lies near log(2 ** 20)."""
+    noise = gumbel(keys_of([(3, 4)]), torch.arange(2**20, dtype=torch.int32))
+    assert torch.isfinite(noise).all()
+    for exponent in (8, 12, 16):
+        expected = 2 ** (20 - exponent)
+        assert abs((noise > exponent * math.log(2)).sum().item() - expected) < 5 * math.sqrt(expected)
+
+
 def test_seeds_of_any_sign_and_size_differ():
-    keys = {noise_key(seed, position) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for position in (0, 1, 262_143)}
-    assert len(keys) == 15
-    assert all(0 <= key < 2**63 for key in keys)
+    keys = [noise_key(seed, p) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for p in (0, 1, 262_143)]
+    assert len(set(keys)) == 15
+    assert all(-(2**31) <= half < 2**31 for key in keys for half in key)
 
 
 def test_logprobs_by_hand():

@@ -1,0 +1,179 @@
+"""Measures a checkpoint through the real engine: `python -m engine.bench --model DIR`. Prints JSON.
+
+Prefill is prompt tokens over the time to the first token, decode the tokens after the first over the time that they
+took, both as a reader of the streams sees them, so the process boundary is part of it.
+"""
+
+import asyncio
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from config import ConfigError, EngineConfig, load
+from config.load import usage
+from config.section import Section
+from engine import EngineClient, EngineError, Request, SamplingParams
+
+
+class BenchConfig(Section):
+    """What is measured: every prompt length with every number of requests at once."""
+
+    prompt_tokens: tuple[int, ...] = (512, 2048)
+    requests: tuple[int, ...] = (1, 4)
+
+    output_tokens: int = Field(default=128, ge=2)
+    """Tokens that each request generates, whatever they are."""
+
+    temperature: float = Field(default=0.0, ge=0)
+
+    prompt_file: Path | None = None
+    """JSON list of token ids to take prompts from; random ids, which no draft foresees, when not set."""
+
+    out: Path | None = None
+    """File for the JSON, beside standard output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from submission to the first token, and from there to the last."""
+
+    first_s: float
+    rest_s: float
+
+
+def main() -> int:
+    sections = {"engine": EngineConfig, "bench": BenchConfig}
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage("engine.bench", sections))
+        return 0
+    try:
+        settings = load(sections, sys.argv[1:])
+        report = asyncio.run(measure(settings["engine"], settings["bench"]))
+    except (ConfigError, EngineError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    text = json.dumps(report, indent=2)
+    print(text)
+    if settings["bench"].out is not None:
+        settings["bench"].out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
+    """raises  CheckpointError, CapacityError, ContextLengthError"""
+    client = EngineClient(engine)
+    began = time.monotonic()
+    await client.start()
+    load_s = time.monotonic() - began
+    try:
+        pool = prompt_pool(bench, client.info.vocab_size)
+        await run_round(client, bench, pool, num_prompt_tokens=64, count=1, name="warm-up")
+        rows = [
+            await measure_row(client, bench, pool, num_prompt_tokens, count)
+            for num_prompt_tokens in bench.prompt_tokens
+            for count in bench.requests
+        ]
+        return about(engine, client) | {"load_s": round(load_s, 2), "rows": rows}
+    finally:
+        await client.close()
+
+
+async def measure_row(
+    client: EngineClient, bench: BenchConfig, pool: list[int], num_prompt_tokens: int, count: int
+) -> dict[str, Any]:
+    before = client.stats
+    name = f"{num_prompt_tokens}-{count}"
+    timings = await run_round(client, bench, pool, num_prompt_tokens, count, name)
+    drafted = client.stats.num_draft_tokens - before.num_draft_tokens
+    accepted = client.stats.num_accepted_tokens - before.num_accepted_tokens
+    first_s, rest_s = max(t.first_s for t in timings), max(t.rest_s for t in timings)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "requests": count,
+        "drafts": client.info.num_drafts,
+        "accepted_share": round(accepted / drafted, 3) if drafted else None,
+        "ttft_s": round(min(t.first_s for t in timings), 3),
+        "prefill_tok_s": round(num_prompt_tokens * count / first_s, 1),
+        "decode_tok_s": round((bench.output_tokens - 1) * count / rest_s, 1),
+        "peak_bytes": peak_bytes(client.pid),
+    }
+
+
+async def run_round(
+    client: EngineClient, bench: BenchConfig, pool: list[int], num_prompt_tokens: int, count: int, name: str
+) -> list[Timing]:
+    """Requests of one length at once, each with a prompt of its own."""
+    sampling = SamplingParams(max_tokens=bench.output_tokens, temperature=bench.temperature, seed=0)
+    requests = [
+        Request(f"{name}-{index}", cut(pool, index * num_prompt_tokens, num_prompt_tokens), sampling)
+        for index in range(count)
+    ]
+    return await asyncio.gather(*(run_request(client, request) for request in requests))
+
+
+async def run_request(client: EngineClient, request: Request) -> Timing:
+    began = time.monotonic()
+    await client.submit(request)
+    times = [time.monotonic() async for _ in client.stream(request.request_id)]
+    return Timing(times[0] - began, times[-1] - times[0])
+
+
+def prompt_pool(bench: BenchConfig, vocab_size: int) -> list[int]:
+    if bench.prompt_file is not None:
+        return json.loads(bench.prompt_file.read_text(encoding="utf-8"))
+    return Random(0).choices(range(vocab_size), k=max(bench.prompt_tokens) * max(bench.requests))
+
+
+def cut(pool: list[int], start: int, count: int) -> tuple[int, ...]:
+    """`count` ids from `start` on, from the beginning again where the pool ends."""
+    return tuple(pool[(start + index) % len(pool)] for index in range(count))
+
+
+def about(engine: EngineConfig, client: EngineClient) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "machine": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores",
+        "device": client.info.device,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "model": engine.model,
+        "dtype": engine.dtype,
+        "threads": engine.num_threads or len(os.sched_getaffinity(0)),
+    }
+
+
+def peak_bytes(pid: int | None) -> int | None:
+    """Most memory that the engine process has held so far."""
+    if pid is None:
+        return None
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """Of the source tree, where it is a git checkout."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
