@@ -13,7 +13,10 @@ from server.generation import Generation
 from server.model import ServedModel
 from server.pipeline import TextRules
 from server.prompt import Prompt
+from server.protocol import to_json
 from server.serving import Serving
+
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Answer:
     choices: Sequence[Choice]
     num_prompt_tokens: int
     generation: Generation
+    is_accounted: bool = False
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What arrives together, with the index of its choice. raises engine.EngineError"""
@@ -77,7 +81,13 @@ async def start_answer(
         choices=choices,
         num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
         generation=await serving.generate(requests),
+        is_accounted=caller.is_gateway,
     )
+
+
+def end_of_stream(answer: Answer) -> bytes:
+    """The marker, and for the gateway a comment that tells the usage whether or not the client asked for it."""
+    return DONE + (b": usage " + to_json(answer.usage()) + b"\n\n" if answer.is_accounted else b"")
 
 
 def _seeded(sampling: engine.SamplingParams, index: int) -> engine.SamplingParams:

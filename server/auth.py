@@ -16,11 +16,17 @@ MAX_PRIORITY = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """tenant  keeps cached prefixes apart; models  names that the key may use, all when empty"""
+    """Whom a request comes from.
+
+    tenant      keeps cached prefixes apart
+    models      names that the key may use; all when empty
+    is_gateway  its streams end with a count for the gateway's books
+    """
 
     tenant: str = ""
     priority: int = 0
     models: tuple[str, ...] = ()
+    is_gateway: bool = False
 
     def check_model(self, name: str) -> None:
         if self.models and name not in self.models:
@@ -66,7 +72,7 @@ class AccessControl:
         priority = headers.get(PRIORITY_HEADER, "0")
         if not priority.removeprefix("-").isdecimal() or abs(int(priority)) > MAX_PRIORITY:
             raise BadRequestError(f"{PRIORITY_HEADER}: {priority!r} is no number of at most {MAX_PRIORITY}.")
-        return Caller(headers.get(TENANT_HEADER, caller.tenant), int(priority), caller.models)
+        return Caller(headers.get(TENANT_HEADER, caller.tenant), int(priority), caller.models, is_gateway=True)
 
 
 def _check_local(host: str) -> None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import engine
-from server.answer import Answer, start_answer
+from server.answer import Answer, end_of_stream, start_answer
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, UnsupportedError, from_exception
@@ -20,7 +20,7 @@ from server.protocol import ChatRequest
 from server.reasoning import Reasoning
 from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
 from server.serving import Serving
-from server.sse import DONE, data, event_stream, unless_disconnected
+from server.sse import data, event_stream, unless_disconnected
 from server.tool_calls import CallArguments, CallStart, Content
 from server.tool_schema import ToolSchemas, declared_tools
 
@@ -147,7 +147,7 @@ async def _events(chat: ChatAnswer, request_id: str) -> AsyncIterator[bytes]:
         return
     if chat.wants_usage:
         yield data(chat.head(CHUNK) | {"choices": [], "usage": answer.usage()})
-    yield DONE
+    yield end_of_stream(answer)
 
 
 def _written(chat: ChatAnswer, index: int, delta: Delta) -> bytes:

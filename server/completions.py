@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import engine
-from server.answer import Answer, start_answer
+from server.answer import Answer, end_of_stream, start_answer
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, from_exception
@@ -21,7 +21,7 @@ from server.prompt import Prompt
 from server.protocol import CompletionRequest
 from server.sampling import MAX_CHOICES, OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
 from server.serving import Serving
-from server.sse import DONE, data, event_stream, unless_disconnected
+from server.sse import data, event_stream, unless_disconnected
 from server.tool_calls import Content
 
 
@@ -103,7 +103,7 @@ async def _events(text: TextAnswer, request_id: str) -> AsyncIterator[bytes]:
         return
     if text.wants_usage:
         yield data(text.head() | {"choices": [], "usage": text.answer.usage()})
-    yield DONE
+    yield end_of_stream(text.answer)
 
 
 def _chunk(text: TextAnswer, index: int, delta: Delta, offsets: list[int]) -> bytes:

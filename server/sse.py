@@ -17,7 +17,6 @@ from server.protocol import to_json
 logger = logging.getLogger(__name__)
 
 HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
-DONE = b"data: [DONE]\n\n"
 
 
 def named(event: str, value: Any) -> bytes:

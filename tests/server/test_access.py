@@ -1,5 +1,7 @@
 """Keys, local names and the gateway's headers."""
 
+import json
+
 import httpx
 import pytest
 
@@ -108,3 +110,14 @@ def test_tenants_do_not_share_what_is_cached(checkpoint, tmp_path):
 
         assert [cached("a"), cached("b")] == [0, 0]
         assert cached("a") > 0
+
+
+def test_the_gateway_s_streams_end_with_their_usage(checkpoint, tmp_path):
+    with running(checkpoint, [{"output": "</think>x"}], tmp_path, gateway_secret="shared") as live:
+        body = ask("hi", stream=True)
+        plain = live.post(body)
+        accounted = live.post(body, headers={"x-longlane-gateway-secret": "shared"})
+    assert plain.text.endswith("data: [DONE]\n\n")
+    marker, comment = accounted.text.rstrip().split("\n\n")[-2:]
+    assert marker == "data: [DONE]"
+    assert json.loads(comment.removeprefix(": usage "))["completion_tokens"] == 2
