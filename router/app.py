@@ -32,6 +32,8 @@ from router.route import Route
 from router.transport import Transport
 from router.worker import Worker
 
+# before any path: tells where the request would go, and sends it nowhere
+EXPLAIN = "/explain"
 _log = logging.getLogger("longlane.router")
 _access = logging.getLogger("longlane.router.access")
 
@@ -114,15 +116,23 @@ class Gateway:
             return
         key = self._auth.identify(exchange.headers)
         exchange.notes["key"] = key.name if key else ANYONE
-        asked = route.parse(exchange.path)
+        path = exchange.path.removeprefix(EXPLAIN)
+        asked = route.parse(path)
         if asked.api == "models":
             await self._tell_models(exchange, asked, key)
             return
         if exchange.method != "POST":
             raise MethodError(f"{exchange.path} takes POST, not {exchange.method}")
-        await self._forward(exchange, asked, key)
+        call = await self._read_call(exchange, asked, key)
+        if path != exchange.path:
+            await _respond_json(exchange, 200, self._proxy.explain(call))
+            return
+        if key is not None:
+            self._take_grant(call, key)
+        self.metrics.decisions.labels(call.decision.lane, call.decision.reason).inc()
+        await guarded(self._proxy.forward(call), _leave_with(exchange))
 
-    async def _forward(self, exchange: Exchange, asked: Route, key: Key | None) -> None:
+    async def _read_call(self, exchange: Exchange, asked: Route, key: Key | None) -> Call:
         has_json = _check_media_type(exchange, asked, key)
         body = await exchange.read_body(self.config.max_body_bytes)
         tenant = key.name if key else ANYONE
@@ -132,11 +142,7 @@ class Gateway:
             ask = Ask(text_bytes=text_bytes(body))
         decision = self._decide(ask, asked, key)
         exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
-        self.metrics.decisions.labels(decision.lane, decision.reason).inc()
-        call = Call(exchange, asked, ask, decision, body, tenant, key.priority if key else 0)
-        if key is not None:
-            self._take_grant(call, key)
-        await guarded(self._proxy.forward(call), _leave_with(exchange))
+        return Call(exchange, asked, ask, decision, body, tenant, key.priority if key else 0)
 
     def _take_grant(self, call: Call, key: Key) -> None:
         """Takes a place within the key's limits; what the request turns out to cost is charged when it finishes."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -66,6 +67,24 @@ class Proxy:
         while queue:
             worker, *rest = queue
             queue = await self._attempt(call, worker, rest)
+
+    def explain(self, call: Call) -> dict[str, Any]:
+        """Where the request would go now, and why."""
+        decision, attempts = call.decision, self._attempts(call)
+        return {
+            "lane": decision.lane,
+            "reason": decision.reason,
+            "is_fallback": decision.is_fallback,
+            "estimated_prompt_tokens": decision.prompt_tokens,
+            "long_prompt_tokens": self._config.long_prompt_tokens,
+            "is_repeatable": call.ask.is_repeatable,
+            "upstreams": [worker.name for worker in attempts],
+            "away": {
+                name: self._workers[name].health.reason
+                for name in decision.workers + decision.spares
+                if not self._workers[name].healthy
+            },
+        }
 
     def _attempts(self, call: Call) -> list[Worker]:
         lane = policy.order(self._workers[name] for name in call.decision.workers)

@@ -352,3 +352,25 @@ def test_place_of_a_key_is_free_again_after_its_client_left(gateway, upstream, c
     eventually(lambda: running.num_open == 0)
     long.answer = echo
     assert client.post(running.url + CHAT, json=BODY, headers=headers).status_code == 200
+
+
+def test_explain_tells_the_choice_and_sends_nothing(gateway, upstream, client):
+    long, short = upstream(models={"tiny": 99_000}), upstream(models={"tiny": 4096})
+    running = gateway(long=long, short=short, long_prompt_tokens=1000)
+    url = running.url + "/explain"
+    short.ready = 503
+    eventually(lambda: not running.app.workers["vllm"].healthy)
+    told = client.post(url + CHAT, json=BODY).json()
+    assert (told["lane"], told["reason"], told["upstreams"]) == ("short", "length", ["engine"])
+    assert told["away"] == {"vllm": "answers 503 on /ready: engine is restarting"}
+    assert 0 < told["estimated_prompt_tokens"] < told["long_prompt_tokens"] == 1000
+    told = client.post(url + "/long-context" + CHAT, json=BODY | {"store": True}).json()
+    assert (told["lane"], told["reason"], told["upstreams"], told["is_repeatable"]) == (
+        "long",
+        "path",
+        ["engine"],
+        False,
+    )
+    assert client.post(url + CHAT, json=BODY | {"model": "gpt"}).status_code == 404
+    assert client.get(url + "/health").status_code == 404
+    assert long.requests == short.requests == []
