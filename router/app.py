@@ -34,6 +34,8 @@ from router.worker import Worker
 
 # before any path: tells where the request would go, and sends it nowhere
 EXPLAIN = "/explain"
+# where a stream tells its usage only when asked
+USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _log = logging.getLogger("longlane.router")
 _access = logging.getLogger("longlane.router.access")
 
@@ -142,7 +144,8 @@ class Gateway:
             ask = Ask(text_bytes=text_bytes(body))
         decision = self._decide(ask, asked, key)
         exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
-        return Call(exchange, asked, ask, decision, body, tenant, key.priority if key else 0)
+        priority = key.priority if key else 0
+        return Call(exchange, asked, ask, decision, body, tenant, priority, _adds_usage(asked, ask, key))
 
     def _take_grant(self, call: Call, key: Key) -> None:
         """Takes a place within the key's limits; what the request turns out to cost is charged when it finishes."""
@@ -221,6 +224,12 @@ def _check_media_type(exchange: Exchange, asked: Route, key: Key | None) -> bool
     if asked.path.startswith("/v1/audio/") and key is not None and not key.models:
         return False
     raise MediaTypeError(f"content-type {given!r} is not accepted: send application/json")
+
+
+def _adds_usage(asked: Route, ask: Ask, key: Key | None) -> bool:
+    """Only where a limit needs the truth: without one every body goes on untouched."""
+    is_limited = key is not None and (key.prompt_tokens_per_minute or key.tokens_per_day)
+    return bool(is_limited) and asked.path in USAGE_PATHS and ask.is_stream and not ask.wants_usage
 
 
 def _usage(counts: Mapping[str, int]) -> Usage | None:

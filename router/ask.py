@@ -22,6 +22,7 @@ class Ask:
     text_bytes      size of what becomes prompt tokens
     conversation    the same for every request of one conversation; None when nothing tells
     is_repeatable   a second upstream may get it when the first one fails
+    wants_usage     the client itself asked for usage in the stream
     """
 
     model: str | None = None
@@ -29,6 +30,7 @@ class Ask:
     text_bytes: int = 0
     conversation: str | None = None
     is_repeatable: bool = True
+    wants_usage: bool = False
 
 
 class _Message(msgspec.Struct):
@@ -43,6 +45,7 @@ class _Body(msgspec.Struct):
     previous_response_id: Any = None
     prompt_cache_key: Any = None
     metadata: Any = None
+    stream_options: Any = None
     messages: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -69,6 +72,7 @@ def read_ask(body: bytes, session: str | None, key_name: str) -> Ask:
         text_bytes=text_bytes(body),
         conversation=_conversation(fields, session, key_name),
         is_repeatable=fields.store is not True and fields.previous_response_id is None,
+        wants_usage=isinstance(fields.stream_options, dict) and fields.stream_options.get("include_usage") is True,
     )
 
 

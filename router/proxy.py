@@ -19,6 +19,7 @@ from router.relay import Relay
 from router.route import Route
 from router.sse import StreamScanner
 from router.transport import BrokenConnectionError, Transport, UnreachableError
+from router.usage import ask_for_usage
 from router.worker import Worker, judge
 
 HELD_BYTES = 1024 * 1024
@@ -28,7 +29,11 @@ FAILOVER_STATUS = (502, 503)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request with everything that was decided about it. tenant and priority are those of its key."""
+    """One request with everything that was decided about it.
+
+    tenant, priority  of its key
+    adds_usage        the stream is asked for usage that the client does not get to see
+    """
 
     exchange: Exchange
     route: Route
@@ -37,6 +42,7 @@ class Call:
     body: bytes
     tenant: str
     priority: int = 0
+    adds_usage: bool = False
 
 
 class Proxy:
@@ -121,7 +127,7 @@ class Proxy:
             exchange.method,
             f"{upstream.url}{call.route.path}{query}",
             upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
-            call.body,
+            ask_for_usage(call.body) if call.adds_usage else call.body,
             self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
         )
 
@@ -149,7 +155,7 @@ class Proxy:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
         await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
-        failure = await Relay(call.exchange, worker.upstream, chunks, self._config).events()
+        failure = await Relay(call.exchange, worker.upstream, chunks, self._config, call.adds_usage).events()
         self._note_end(call, worker, response.status_code, failure)
 
     async def _pass_body(

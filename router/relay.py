@@ -9,6 +9,7 @@ from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, 
 from router.exchange import Exchange
 from router.guard import guarded
 from router.sse import EventSplitter, EventTooLargeError, StreamScanner
+from router.usage import without_usage
 
 HEARTBEAT = b": heartbeat\n\n"
 
@@ -20,11 +21,19 @@ class SlowClientError(ClientGoneError):
 class Relay:
     """One response on its way. The headers are already sent; from here on every failure is an event or a break."""
 
-    def __init__(self, exchange: Exchange, upstream: Upstream, chunks: AsyncIterator[bytes], config: RouterConfig):
+    def __init__(
+        self,
+        exchange: Exchange,
+        upstream: Upstream,
+        chunks: AsyncIterator[bytes],
+        config: RouterConfig,
+        drops_usage: bool = False,
+    ) -> None:
         self._exchange = exchange
         self._upstream = upstream
         self._chunks = chunks
         self._config = config
+        self._drops_usage = drops_usage
         self._scanner = StreamScanner(exchange.api)
         exchange.counts = self._scanner.counts
         self._is_waiting = True
@@ -73,7 +82,8 @@ class Relay:
             self._scanner.note(events)
             if self._scanner.has_marker:
                 self._exchange.finish()
-            await self._send(events)
+            if kept := without_usage(events) if self._drops_usage else events:
+                await self._send(kept)
 
     async def _pump_body(self, held: bytes) -> None:
         await self._send(held)

@@ -374,3 +374,26 @@ def test_explain_tells_the_choice_and_sends_nothing(gateway, upstream, client):
     assert client.post(url + CHAT, json=BODY | {"model": "gpt"}).status_code == 404
     assert client.get(url + "/health").status_code == 404
     assert long.requests == short.requests == []
+
+
+def test_stream_of_a_limited_key_is_charged_by_its_usage_which_stays_hidden(gateway, upstream, client, keys_file):
+    text = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+    usage = {"prompt_tokens": 900, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 600}}
+
+    async def answer(received, connection):
+        asked = received.json.get("stream_options") == {"include_usage": True}
+        counts = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n" if asked else b""
+        await connection.stream(text + counts, b"data: [DONE]\n\n", pause_s=0.01)
+
+    path, secrets = keys_file(alice={"prompt_tokens_per_minute": 1000}, bob={})
+    long = upstream(answer=answer)
+    url = gateway(long=long, keys_file=path).url + CHAT
+    alice, body = bearer(secrets["alice"]), BODY | {"stream": True}
+    assert client.post(url, json=body, headers=alice).content == text + b"data: [DONE]\n\n"
+    second = client.post(url, json=body | {"stream_options": {"include_usage": True}}, headers=alice)
+    assert b'"usage"' in second.content
+    # 300 uncached tokens of the first stream are gone
+    assert 690 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 705
+    plain = client.post(url, json=body, headers=bearer(secrets["bob"]))
+    assert plain.content == text + b"data: [DONE]\n\n"
+    assert long.requests[-1].body == plain.request.content

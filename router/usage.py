@@ -1,0 +1,29 @@
+"""Asks streams for their usage on behalf of a key's limits, and takes the extra event out again."""
+
+import json
+import re
+
+_ASKED = b'"stream_options":{"include_usage":true}}'
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_EVENTS = re.compile(rb".+?(?:\r\n\r\n|\n\n|\r\r|\n\r\n|\Z)", re.DOTALL)
+
+
+def ask_for_usage(body: bytes) -> bytes:
+    """The JSON object with one more member at its end; of two equal names the last one counts."""
+    head = body.rstrip()[:-1]
+    return head + (b"" if head.strip() == b"{" else b",") + _ASKED
+
+
+def without_usage(events: bytes) -> bytes:
+    """Whole events without the one that carries usage and no choice; everything else unchanged."""
+    if not _NO_CHOICES.search(events):
+        return events
+    return b"".join(event for event in _EVENTS.findall(events) if not _is_usage(event))
+
+
+def _is_usage(event: bytes) -> bool:
+    for line in event.splitlines():
+        if line.startswith(b"data:") and _NO_CHOICES.search(line):
+            data = json.loads(line[5:])
+            return data.get("choices") == [] and isinstance(data.get("usage"), dict)
+    return False

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from router.usage import ask_for_usage, without_usage
+
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
+TEXT = b'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \xe2\x80\xa8"}}],"usage":null}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m"}',
+        b'{ "model" : "m" } \n',
+        b"{}",
+        b'{"model":"m","stream_options":{"include_usage":false}}',
+        b'{"model":"m","stream_options":null}',
+    ],
+)
+def test_body_asks_and_keeps_the_rest(body):
+    asked = ask_for_usage(body)
+    assert json.loads(asked) == json.loads(body) | {"stream_options": {"include_usage": True}}
+    assert asked.startswith(body.rstrip()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("events", "kept"),
+    [
+        (TEXT + USAGE + DONE, TEXT + DONE),
+        (USAGE, b""),
+        (TEXT, TEXT),
+        (b": heartbeat\n\n" + USAGE.replace(b"\n\n", b"\r\n\r\n") + DONE, b": heartbeat\n\n" + DONE),
+        (b'data: {"choices":[]}\n\n' + DONE, b'data: {"choices":[]}\n\n' + DONE),
+    ],
+)
+def test_only_the_usage_event_is_taken_out(events, kept):
+    assert without_usage(events) == kept
