@@ -49,9 +49,4 @@ def causal_conv_reference(
 
 def _convolved(window: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[requests, width - 1 + rows, channels] -> [requests, rows, channels]"""
-    first, *others = weight.unbind(1)
-    rows = window.shape[1] - len(others)
-    y = window[:, :rows] * first
-    for j, column in enumerate(others, start=1):
-        y.addcmul_(window[:, j : j + rows], column)
-    return F.silu(y)
+    return F.silu((window.unfold(1, weight.shape[1], 1) * weight).sum(-1))

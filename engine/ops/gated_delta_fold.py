@@ -23,8 +23,10 @@ def gated_delta_fold_reference(memory: DeltaState, state_slots: torch.Tensor, nu
 
 def _fold_slot(memory: DeltaState, slot: int, count: int) -> None:
     state, inputs, keys, u, alpha = (tensor[slot] for tensor in memory.tensors())
+    # value heads by the key head that they share
+    state, u, alpha = (x.unflatten(dim, (keys.shape[1], -1)) for x, dim in ((state, 0), (u, 1), (alpha, 1)))
     for j in range(count):
-        write(state, alpha[j], u[j], keys[j], out=state)
+        write(state, alpha[j].unsqueeze(-1), u[j], keys[j], out=state)
     kept = len(inputs) - len(keys)
     inputs[:kept] = inputs[count : count + kept].clone()
 
@@ -34,12 +36,10 @@ def write(
 ) -> torch.Tensor:
     """alpha S + u kT, the one arithmetic by which a row enters the state.
 
-    state  [..., value_heads, value_dim, key_dim]
-    alpha  [..., value_heads]
-    u      [..., value_heads, value_dim]
+    state  [..., key_heads, group, value_dim, key_dim]
+    alpha  [..., key_heads, group, 1]
+    u      [..., key_heads, group, value_dim]
     key    [..., key_heads, key_dim]
     """
-    decayed = torch.mul(state, alpha[..., None, None], out=out)
-    grouped = decayed.unflatten(-3, (key.shape[-2], -1))
-    grouped.addcmul_(u.unflatten(-2, grouped.shape[-4:-2]).unsqueeze(-1), key[..., None, None, :])
-    return decayed
+    decayed = torch.mul(state, alpha.unsqueeze(-1), out=out)
+    return decayed.addcmul_(u.unsqueeze(-1), key[..., None, None, :])

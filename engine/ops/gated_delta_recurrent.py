@@ -58,21 +58,20 @@ def recur(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and u of [requests, rows, ...] from state [requests, heads, value_dim, key_dim], which is not written."""
-    requests, rows, key_heads, key_dim = key.shape
-    heads, value_dim = value.shape[2:]
-    # both products of a row in one reading of the state: o = alpha S q + u (k . q)
+    key_heads, key_dim = key.shape[2:]
+    rows = key.shape[1]
+    # both products of a row in one reading of the state: u = beta v - beta alpha S k,  o = alpha S q + u (k . q)
     both = torch.stack([key, query * key_dim**-0.5], dim=3)
-    overlap = both.prod(3).sum(-1, keepdim=True).repeat_interleave(heads // key_heads, dim=2)
+    overlap = both.prod(3).sum(-1)[..., None, None]
+    alpha, beta = (x.unflatten(2, (key_heads, -1)).unsqueeze(-1) for x in (alpha, beta))
+    target, taken = beta * value.unflatten(2, (key_heads, -1)), -alpha * beta
+    state = state.unflatten(1, (key_heads, -1))
     outputs, written = [], []
     for t in range(rows):
-        grouped = state.reshape(requests, key_heads, -1, key_dim)
-        products = torch.matmul(both[:, t], grouped.mT).unflatten(-1, (-1, value_dim))
-        seen, read = (
-            products.transpose(1, 2).reshape(requests, 2, heads, value_dim) * alpha[:, t, None, :, None]
-        ).unbind(1)
-        u = beta[:, t, :, None] * (value[:, t] - seen)
-        outputs.append(read + u * overlap[:, t])
+        products = torch.matmul(both[:, t], state.flatten(2, 3).mT).unflatten(-1, state.shape[2:4])
+        u = torch.addcmul(target[:, t], taken[:, t], products[:, :, 0])
+        outputs.append(torch.addcmul(products[:, :, 1] * alpha[:, t], u, overlap[:, t]))
         written.append(u)
         if t + 1 < rows:
             state = write(state, alpha[:, t], u, key[:, t])
-    return torch.stack(outputs, dim=1), torch.stack(written, dim=1)
+    return torch.stack(outputs, dim=1).flatten(2, 3), torch.stack(written, dim=1).flatten(2, 3)
