@@ -71,6 +71,9 @@ class RouterConfig(Section):
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body; counted while it is read."""
 
+    request_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that is this long in sending a request's head, or silent in the middle of its body, is left."""
+
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest wait for a connection to an upstream."""
 

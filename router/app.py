@@ -104,6 +104,8 @@ class Gateway:
         try:
             await self._answer(exchange)
         except GatewayError as error:
+            # failures after the head are told by the relay, in the stream itself
+            assert exchange.status is None, error
             await exchange.refuse(error)
         except ClientGoneError:
             raise
@@ -136,7 +138,7 @@ class Gateway:
 
     async def _read_call(self, exchange: Exchange, asked: Route, key: Key | None) -> Call:
         has_json = _check_media_type(exchange, asked, key)
-        body = await exchange.read_body(self.config.max_body_bytes)
+        body = await exchange.read_body(self.config.max_body_bytes, self.config.request_timeout_s)
         tenant = key.name if key else ANYONE
         if has_json:
             ask = read_ask(body, exchange.headers.get("x-session-id"), tenant)

@@ -7,6 +7,7 @@ GatewayError
 │   ├── PathError               404  nothing is served there
 │   ├── ModelNotFoundError      404  no upstream serves the model
 │   ├── MethodError             405
+│   ├── SlowRequestError        408  the body stopped coming
 │   ├── BodyTooLargeError       413
 │   └── MediaTypeError          415
 ├── QuotaError                  429  the key has used what it may use
@@ -64,6 +65,10 @@ class ModelNotFoundError(RequestError):
 
 class MethodError(RequestError):
     status, code = 405, "method_not_allowed"
+
+
+class SlowRequestError(RequestError):
+    status, code = 408, "request_timeout"
 
 
 class BodyTooLargeError(RequestError):
@@ -132,6 +137,9 @@ def _extra_headers(error: GatewayError) -> dict[str, str]:
         wait = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
         is_final = isinstance(error, QuotaError) and not error.is_retry_useful
         return wait | ({"x-should-retry": "false"} if is_final else {})
+    if isinstance(error, SlowRequestError):
+        # the rest of its body would be taken for the next request
+        return {"connection": "close"}
     if isinstance(error, AuthError):
         return {"www-authenticate": "Bearer", "x-should-retry": "false"}
     return {"x-should-retry": "false"} if isinstance(error, RequestError | ForbiddenError) else {}

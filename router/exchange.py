@@ -1,12 +1,20 @@
 """One request and its answer on the client's side: the ASGI callables, and what the log will say."""
 
+import asyncio
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from router.errors import BodyTooLargeError, ClientGoneError, GatewayError, RequestError, error_response
+from router.errors import (
+    BodyTooLargeError,
+    ClientGoneError,
+    GatewayError,
+    RequestError,
+    SlowRequestError,
+    error_response,
+)
 from router.route import api_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -36,14 +44,18 @@ class Exchange:
         self.on_finish: Callable[[], None] | None = None
         self.notes: dict[str, Any] = {}
 
-    async def read_body(self, max_bytes: int) -> bytes:
-        """Raises BodyTooLargeError while the body is still coming, ClientGoneError."""
+    async def read_body(self, max_bytes: int, silence_s: float) -> bytes:
+        """Raises BodyTooLargeError while the body is still coming, SlowRequestError, ClientGoneError."""
         too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
         if _declared(self.headers.get("content-length")) > max_bytes:
             raise too_large
         parts = []
         while True:
-            message = await self._receive()
+            try:
+                async with asyncio.timeout(silence_s):
+                    message = await self._receive()
+            except TimeoutError as error:
+                raise SlowRequestError(f"no byte of the body came for {silence_s:g} s") from error
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             parts.append(message.get("body", b""))

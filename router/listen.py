@@ -1,10 +1,12 @@
 """Sockets to listen on and the servers behind them."""
 
+import asyncio
 import errno
 import socket
 from contextlib import nullcontext
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config import RouterConfig
 
@@ -14,6 +16,41 @@ _KEEP_ALIVE_S = 75
 
 class PortError(Exception):
     """A port cannot be listened on; the text says what to do."""
+
+
+def deadline_protocol(head_s: float) -> type[HttpToolsProtocol]:
+    """The HTTP protocol that closes a connection whose request head is not complete in time."""
+
+    class DeadlineProtocol(HttpToolsProtocol):
+        deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._start_deadline()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._start_deadline()
+
+        def on_headers_complete(self) -> None:
+            self._stop_deadline()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_deadline()
+            super().connection_lost(exc)
+
+        def _start_deadline(self) -> None:
+            # the bytes that come later do not put it off
+            if self.deadline is None:
+                self.deadline = self.loop.call_later(head_s, self.transport.close)
+
+        def _stop_deadline(self) -> None:
+            if self.deadline is not None:
+                self.deadline.cancel()
+                self.deadline = None
+
+    return DeadlineProtocol
 
 
 class QuietServer(uvicorn.Server):
@@ -50,7 +87,7 @@ def http_server(config: RouterConfig, app: object, lifespan: str) -> QuietServer
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=deadline_protocol(config.request_timeout_s),
             ws="none",
             lifespan=lifespan,
             log_config=None,

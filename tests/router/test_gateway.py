@@ -397,3 +397,41 @@ def test_stream_of_a_limited_key_is_charged_by_its_usage_which_stays_hidden(gate
     plain = client.post(url, json=body, headers=bearer(secrets["bob"]))
     assert plain.content == text + b"data: [DONE]\n\n"
     assert long.requests[-1].body == plain.request.content
+
+
+def dribble(url, text, pause_s=0.05):
+    """Sends a byte at a time; returns what came back and the seconds until the end."""
+    host, port = url.removeprefix("http://").split(":")
+    started = time.monotonic()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(10)
+        try:
+            for byte in text.encode():
+                connection.sendall(bytes([byte]))
+                time.sleep(pause_s)
+            answer = connection.recv(10_000)
+        except ConnectionError:
+            answer = b""
+        return answer, time.monotonic() - started
+
+
+def test_client_that_dribbles_its_head_is_left(gateway, upstream):
+    url = gateway(long=upstream(), request_timeout_s=0.5).url
+    answer, seconds = dribble(url, "POST /v1/chat/completions HTTP/1.1\r\nx-slow: " + "x" * 1000)
+    assert answer == b"" and seconds < 3
+    answer, seconds = dribble(url, "")
+    assert answer == b"" and 0.4 < seconds < 3
+
+
+def test_client_that_stops_in_its_body_is_told(gateway, upstream, client):
+    long = upstream()
+    running = gateway(long=long, request_timeout_s=0.5)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    answer, _ = dribble(running.url, head + '{"model"', 0.0)
+    assert b"connection: close" in answer
+    assert answer.startswith(b"HTTP/1.1 408") and b"no byte of the body came for 0.5 s" in answer
+    assert long.requests == []
+    # an idle connection between two requests is no slow client
+    assert client.post(running.url + CHAT, json=BODY).status_code == 200
+    time.sleep(0.7)
+    assert client.post(running.url + CHAT, json=BODY).status_code == 200
