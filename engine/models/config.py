@@ -184,9 +184,7 @@ def parse_config(config: Mapping[str, Any], num_ids: int | None = None) -> Model
     num_ids  how many token ids the tokenizer has; the published number, or every row, when not known
     raises   CheckpointError naming the field
     """
-    model_type = config.get("model_type")
-    if model_type not in _IS_MOE:
-        raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {SUPPORTED}")
+    model_type = _supported("model_type", config.get("model_type"))
     fields = _Fields(config)
     _check_fixed(fields)
     _check_rope(fields)
@@ -212,17 +210,21 @@ def parse_config(config: Mapping[str, Any], num_ids: int | None = None) -> Model
     return parsed
 
 
+def _supported(field: str, model_type: Any) -> str:
+    if not isinstance(model_type, str) or model_type not in _IS_MOE:
+        raise CheckpointError(f"config.json: {field} {model_type!r} is not supported; supported are {SUPPORTED}")
+    return model_type
+
+
 class _Fields:
     """The text part of a config, wherever it stands."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        text = config.get("text_config", {})
+        text = config.get("text_config") or {}
         if not isinstance(text, Mapping):
             raise CheckpointError("config.json: text_config must be an object")
-        if text and text.get("model_type", "qwen3_5_text") not in _IS_MOE:
-            raise CheckpointError(
-                f"text_config.model_type {text['model_type']!r} is not supported; supported are {SUPPORTED}"
-            )
+        if "model_type" in text:
+            _supported("text_config.model_type", text["model_type"])
         self.outer = config
         self.text = text or config
         self.prefix = "text_config." if text else ""
@@ -293,7 +295,8 @@ def _check_rope(fields: _Fields) -> None:
     if factor != ROTATED_DIMS / HEAD_DIM:
         raise fields.error("partial_rotary_factor", f"is {factor!r}; only {ROTATED_DIMS / HEAD_DIM} is supported")
     sections = fields.rope.get("mrope_section", [11, 11, 10])
-    if not isinstance(sections, list) or sum(sections) != ROTATED_DIMS // 2:
+    is_list = isinstance(sections, list) and all(isinstance(section, int) for section in sections)
+    if not is_list or sum(sections) != ROTATED_DIMS // 2:
         raise fields.error("rope_parameters.mrope_section", f"is {sections!r}; it must add up to {ROTATED_DIMS // 2}")
 
 
@@ -303,7 +306,7 @@ def _check_layers(fields: _Fields) -> None:
         raise fields.error("full_attention_interval", f"is {interval!r}; only {FULL_ATTENTION_INTERVAL} is supported")
     num_layers = fields.count("num_hidden_layers", least=FULL_ATTENTION_INTERVAL)
     layer_types = fields.get("layer_types")
-    if layer_types is not None and tuple(layer_types) != layer_pattern(num_layers):
+    if layer_types is not None and layer_types != list(layer_pattern(num_layers)):
         raise fields.error("layer_types", f"must name {num_layers} layers, every fourth one full_attention")
 
 

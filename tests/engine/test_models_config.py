@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import CheckpointError
-from engine.models.config import PROFILES, DenseConfig, MoeConfig, parse_config, read_config
+from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig, parse_config, read_config
 from engine.models.layout import tensor_shapes
 
 ROPE = {
@@ -159,6 +159,17 @@ def test_what_is_not_supported_is_named(changes, named):
         return
     with pytest.raises(CheckpointError, match=named):
         parse_config(MOE | changes)
+
+
+@pytest.mark.parametrize("field", [*MOE, "layer_types", "text_config", "quantization_config", "rope_scaling"])
+def test_no_value_whatever_gives_another_error(field):
+    for value in (None, True, -1, 0, 1.5, "x", [], [None], {}, {"rope_type": []}, {"mrope_section": ["x"]}):
+        try:
+            parsed = parse_config(MOE | {field: value})
+        except CheckpointError as error:
+            assert str(error).startswith("config.json: ")
+        else:
+            assert isinstance(parsed, ModelConfig)
 
 
 def test_nested_fields_are_named_with_their_place():
