@@ -220,7 +220,8 @@ def decode_shape_for(capability: tuple[int, int], rows_per_kv_head: int, value_f
     )
 
 
-@triton.jit
+# one compilation for every length of context
+@triton.jit(do_not_specialize=["tables_stride", "max_splits"])
 def attention_decode_kernel(
     query_ptr,
     keys_ptr,
@@ -288,7 +289,7 @@ def attention_decode_kernel(
         tl.store(stats_ptr + 2 * place + 1, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])
 def attention_combine_kernel(
     partials_ptr,
     stats_ptr,

@@ -110,7 +110,8 @@ def prefill_shape_for(capability: tuple[int, int], value_fold: int) -> PrefillSh
     return PrefillShape(block_m=64, block_n=block_n, num_warps=4, num_stages=2)
 
 
-@triton.jit
+# one compilation for every length of context
+@triton.jit(do_not_specialize=["tables_stride"])
 def attention_prefill_kernel(
     query_ptr,
     keys_ptr,

@@ -91,7 +91,7 @@ def kv_append_coded_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def kv_append_coded_kernel(
     keys_ptr,
     values_ptr,
