@@ -20,6 +20,7 @@ test: $(VENV)/.ready-test
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-real: $(VENV)/.ready-test
+	$(if $(wildcard tests/e2e/vllm.py),@$(BIN)/python -m tests.e2e.vllm)
 	@$(BIN)/python -m pytest --real -m real $(ARGS)
 
 lint: $(VENV)/.ready-test

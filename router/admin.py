@@ -1,17 +1,21 @@
 """The admin port: metrics and state, apart from what clients reach."""
 
 import hmac
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from router.app import Gateway
 from router.auth import check_local_host
 from router.errors import AuthError, GatewayError, error_response
+
+PAGE = Path(__file__).parent / "ui" / "index.html"
+PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
 def admin_app(gateway: Gateway) -> Starlette:
@@ -34,6 +38,10 @@ def admin_app(gateway: Gateway) -> Starlette:
         guard(request)
         return JSONResponse({"upstreams": [_state(worker) for worker in gateway.workers.values()]})
 
+    def ui(request: Request) -> Response:
+        # the page itself tells nothing; what it shows comes from /state
+        return FileResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
+
     def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -41,7 +49,7 @@ def admin_app(gateway: Gateway) -> Starlette:
         is_ready = gateway.is_ready()
         return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
-    routes = [Route(f"/{view.__name__}", _async(view)) for view in (metrics, state, health, ready)]
+    routes = [Route(f"/{view.__name__}", _async(view)) for view in (metrics, state, ui, health, ready)]
     return Starlette(routes=routes, exception_handlers={GatewayError: _refuse})
 
 

@@ -143,6 +143,10 @@ def test_admin_token(process, upstream):
     state = httpx.get(running.admin_url + "/state", headers=bearer).json()["upstreams"][0]
     assert (state["name"], state["healthy"], state["models"]) == ("engine", True, ["tiny"])
     assert httpx.get(running.admin_url + "/health").status_code == 200
+    page = httpx.get(running.admin_url + "/ui")
+    assert page.headers["content-type"].startswith("text/html") and "/state" in page.text
+    # nothing from elsewhere
+    assert "://" not in page.text
 
 
 def run(*flags):
