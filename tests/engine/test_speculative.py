@@ -108,6 +108,18 @@ def test_a_perfect_mtp_is_always_accepted(tmp_path, num_drafts):
     assert acceptance(engine(directory, num_drafts=num_drafts), temperature=1.0, seed=1) == 1.0
 
 
+@pytest.mark.parametrize("penalty", [-0.5, 0.5])
+def test_penalties_see_the_drafts_of_the_same_round(tmp_path, penalty):
+    """Every draft is accepted, so most tokens follow a draft that the counts do not hold yet."""
+    directory = transparent_checkpoint(tmp_path, torch.cat([IDENTITY, NOTHING], dim=1))
+    sampling = {"max_tokens": 60, "temperature": 1.0, "top_k": 4, "seed": 1, "frequency_penalty": penalty}
+    drafting, plain = (engine(directory, num_drafts=n) for n in (7, 0))
+    assert generate(drafting, request("a", range(30), **sampling)) == generate(
+        plain, request("a", range(30), **sampling)
+    )
+    assert drafting.stats().num_accepted_tokens == drafting.stats().num_draft_tokens > 40
+
+
 def test_a_swapped_concatenation_would_be_seen(tmp_path):
     directory = transparent_checkpoint(tmp_path, torch.cat([NOTHING, IDENTITY], dim=1))
     assert acceptance(engine(directory, num_drafts=1)) < 0.05
