@@ -1,0 +1,1 @@
+"""Synthetic skills: each generator returns examples whose right answer is known."""
