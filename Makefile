@@ -50,6 +50,8 @@ $(VENV)/.torch: FORCE | $(VENV)/.made
 FORCE:
 
 define FIND_PYTHON
+# an environment that somebody made before stays
+$(BIN)/python -m pip --version >/dev/null 2>&1 && exit 0
 for python in $${PYTHON:-python3 python3.13 python3.12 python3.11}; do
   "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
   python=
@@ -69,5 +71,5 @@ export FIND_PYTHON
 export PYTHON
 
 $(VENV)/.made:
-	@eval "$$FIND_PYTHON"
+	@(eval "$$FIND_PYTHON")
 	@touch $@
