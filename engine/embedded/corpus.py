@@ -125,6 +125,11 @@ def read_small_talk(root: Path) -> list[list[str]]:
     return [talk for talk in talks if len(talk) >= 2 and all(talk) and len(" ".join(talk)) < 600]
 
 
+def read_json_lines(path: Path) -> list[dict]:
+    with path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="directory with the unpacked packages")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from engine.embedded.acceptance import DRAFTS, acceptance
+from engine.embedded.corpus import read_json_lines
 from engine.embedded.decoder import Decoder, generate_all
 from engine.embedded.export import load_parameters
 from engine.embedded.ngram import NgramModel
@@ -194,7 +195,7 @@ def fits_schema(example: Example, reply: str) -> bool:
 
 
 def read_held_out(path: Path) -> HeldOut:
-    documents = [json.loads(line) for line in path.open()]
+    documents = read_json_lines(path)
     return HeldOut(
         [item["text"] for item in documents if "text" in item], [item["talk"] for item in documents if "talk" in item]
     )
@@ -246,8 +247,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Measured], float]:
 
 
 def read_held_in(path: Path) -> list[str]:
-    documents = [json.loads(line) for line in path.open()]
-    return [item["text"] for item in documents if "text" in item and not item["held_out"]]
+    return [item["text"] for item in read_json_lines(path) if "text" in item and not item["held_out"]]
 
 
 def report(measured: dict[str, Measured], seconds: float, device: str) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from engine.embedded.corpus import read_json_lines
 from engine.embedded.rows import read_samples
 
 BYTES_PER_SOURCE = 60_000
@@ -31,8 +32,7 @@ def main() -> None:
 
 def choose_documents(corpus: Path) -> list[dict]:
     texts = defaultdict(list)
-    for line in corpus.open():
-        item = json.loads(line)
+    for item in read_json_lines(corpus):
         if item["held_out"]:
             texts[item["source"]].append(item["text"])
     return [

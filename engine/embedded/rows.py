@@ -1,6 +1,5 @@
 """Training rows made while training runs: documents of every kind, packed, with a loss weight per token."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
+from engine.embedded.corpus import read_json_lines
 from engine.embedded.skills import json_objects, lists, needles, small_talk, tool_calls
 from engine.embedded.skills.example import Example, assistant, load_template, training_text, user
 
@@ -55,7 +55,7 @@ class Row:
 
 def load_sources(corpus: Path, samples: Path | None, tokenizer: Tokenizer) -> Sources:
     """Reads what training may see of the corpus and of the teacher's samples."""
-    documents = [json.loads(line) for line in corpus.open()]
+    documents = read_json_lines(corpus)
     texts = [item["text"] for item in documents if "text" in item and not item["held_out"]]
     chats = [item["talk"] for item in documents if "talk" in item]
     paragraphs = [line for text in texts for line in text.split("\n") if 40 < len(line) < 1500]
@@ -77,10 +77,9 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
 def read_samples(path: Path, tokenizer: Tokenizer, held_out: bool) -> tuple[list[list[str]], list[str]]:
     """Conversations with short complete replies, and the unfinished texts as prose."""
     talks, rests = [], []
-    for index, line in enumerate(path.open()):
+    for index, item in enumerate(read_json_lines(path)):
         if (index % SAMPLES_HELD_OUT_EVERY == 0) != held_out:
             continue
-        item = json.loads(line)
         talk = keep_short_turns(item["talk"], tokenizer)
         if talk:
             talks.append(talk)

@@ -10,6 +10,7 @@ from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from engine.embedded.corpus import read_json_lines
 from engine.embedded.skills import json_objects, lists, needles, tool_calls
 from engine.embedded.skills.example import load_template, training_text
 from engine.embedded.skills.small_talk import talk_pairs
@@ -100,8 +101,7 @@ def tokenizer_config(data: dict) -> dict:
 def read_texts(paths: list[Path]) -> Iterator[str]:
     """Texts of a corpus or of the teacher's samples."""
     for path in paths:
-        for line in path.open():
-            document = json.loads(line)
+        for document in read_json_lines(path):
             yield "\n".join([document.get("text", ""), *document.get("talk", ()), document.get("rest", "")])
 
 
