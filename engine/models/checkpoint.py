@@ -123,7 +123,7 @@ def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _by_plain_name(tensors: Iterable[_Stored]) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for tensor in tensors:
-        name = _plain_name(tensor.name)
+        name = plain_name(tensor.name)
         if name in found:
             raise CheckpointError(f"tensors {found[name].name} and {tensor.name} are the same one")
         if name is not None:
@@ -131,7 +131,7 @@ def _by_plain_name(tensors: Iterable[_Stored]) -> dict[str, _Stored]:
     return found
 
 
-def _plain_name(name: str) -> str | None:
+def plain_name(name: str) -> str | None:
     """The name without the text model's prefix; None for a tensor of the vision part."""
     if name.startswith(_VISION_PREFIXES):
         return None

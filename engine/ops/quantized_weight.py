@@ -105,7 +105,7 @@ def _tile_scales(scales: torch.Tensor) -> torch.Tensor:
 def _round_groups(matrix: torch.Tensor, bits: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Fills codes [n, 64] and scales [n] from matrix of n * 64 numbers; returns the table of squares."""
     squares = torch.zeros(2, 2, dtype=torch.float64)
-    flat = matrix.reshape(-1, GROUP)
+    flat = matrix.reshape(-1, GROUP).contiguous()
     for start in range(0, len(flat), _CHUNK_GROUPS):
         part = slice(start, start + _CHUNK_GROUPS)
         wide = flat[part].float()

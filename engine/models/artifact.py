@@ -1,0 +1,125 @@
+"""A converted checkpoint on disk: a manifest beside safetensors files whose tensors are as the ops read them."""
+
+import hashlib
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointError
+from engine.models.config import ModelConfig, read_config, read_json
+from engine.ops.quantized_weight import QuantizedWeight
+
+MANIFEST_FILE = "longlane.json"
+FORMAT_VERSION = 1
+# rows in tiles of 16, columns in groups of 64, as quantized_weight has them
+LAYOUT = "tiles16-groups64"
+WORDS, SCALES = ".words", ".scales"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of the manifest. bits 4 or 8: a QuantizedWeight of that many rows; 16 or 32: the tensor itself."""
+
+    file: str
+    role: str
+    bits: int
+    rows: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits < 16
+
+
+def is_artifact(directory: Path) -> bool:
+    return (directory / MANIFEST_FILE).exists()
+
+
+class Artifact:
+    """The tensors of one artifact by name. A context: it holds files mapped.
+
+    raises  CheckpointError on entering, naming the file that is missing, foreign or cut short
+    """
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self._dir = directory
+        self._device = device
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._manifest = read_manifest(directory)
+        self.config: ModelConfig = read_config(directory)
+        self.tensors = {name: StoredTensor(**entry) for name, entry in self._manifest["tensors"].items()}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for name, entry in self._manifest["files"].items():
+                self._files[name] = stack.enter_context(_open(self._dir / name, entry["bytes"], self._device))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._files = {}
+
+    @property
+    def recipe(self) -> str:
+        return self._manifest["recipe"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, name: str) -> torch.Tensor | QuantizedWeight:
+        """On the device of the artifact; on the CPU the file's own pages."""
+        stored = self.tensors[name]
+        if not stored.is_quantized:
+            return self._fetch(stored.file, name)
+        words, scales = (self._fetch(stored.file, name + suffix) for suffix in (WORDS, SCALES))
+        return QuantizedWeight(words, scales, stored.rows, stored.bits)
+
+    def check_hashes(self) -> None:
+        """Reads every byte. raises  CheckpointError naming the file that changed since it was written"""
+        for name, entry in self._manifest["files"].items():
+            if sha256_of(self._dir / name) != entry["sha256"]:
+                raise CheckpointError(f"{self._dir / name} is damaged: its hash is not the one in {MANIFEST_FILE}")
+
+    def _fetch(self, file: str, name: str) -> torch.Tensor:
+        try:
+            return self._files[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"tensor {name} of {file} cannot be read: {error}") from error
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """raises  CheckpointError when the directory is no artifact or one of another format"""
+    manifest = read_json(directory / MANIFEST_FILE)
+    if manifest.get("format") != "longlane":
+        raise CheckpointError(f"{directory / MANIFEST_FILE} is no manifest of an artifact")
+    for field, expected in (("format_version", FORMAT_VERSION), ("layout", LAYOUT)):
+        if manifest.get(field) != expected:
+            raise CheckpointError(
+                f"{directory / MANIFEST_FILE}: {field} is {manifest.get(field)!r}, this version reads {expected!r}: "
+                "convert the checkpoint again"
+            )
+    return manifest
+
+
+def sha256_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _open(path: Path, size: int, device: torch.device) -> Any:
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    if path.stat().st_size != size:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {MANIFEST_FILE} says {size}: copy it again")
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
