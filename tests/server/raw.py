@@ -1,8 +1,9 @@
 """Raw model text through the pipeline, cut in any way."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from server.pipeline import TextPipeline, TextRules
 from server.reasoning import Reasoning
@@ -34,11 +35,6 @@ TOOLS = [
 ]
 
 
-def spell_byte(token_id: int) -> bytes:
-    """Tokens of one byte: the finest cut there is."""
-    return bytes([token_id])
-
-
 @dataclass
 class Read:
     """What a client has at the end."""
@@ -47,8 +43,9 @@ class Read:
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     finish: str = ""
-    num_tokens: int = 0
-    num_reasoning_tokens: int = 0
+    # these depend on how the text is cut into tokens
+    num_tokens: int = field(default=0, compare=False)
+    num_reasoning_tokens: int = field(default=0, compare=False)
 
     def arguments(self, index: int = 0) -> dict:
         return json.loads(self.calls[index][1])
@@ -57,13 +54,15 @@ class Read:
 def rules(**options) -> TextRules:
     names = options.pop("tools", None)
     tools = ToolSchemas(names) if names else None
-    return TextRules(**{"token_bytes": spell_byte, "tools": tools, **options})
+    return TextRules(**{"token_bytes": lambda token_id: bytes([token_id]), "tools": tools, **options})
 
 
-def read(raw: str | bytes, cuts: Sequence[int] = (), *, reason: str = "stop", **options) -> Read:
-    """The joined answer, with the raw bytes arriving in pieces that end at `cuts`."""
-    ids = list(raw.encode() if isinstance(raw, str) else raw)
-    return read_tokens(ids, cuts, rules(**options), reason)
+def read(raw: str | bytes, cuts: Iterable[int] = (), *, reason: str = "stop", **options) -> Read:
+    """The joined answer, with the raw bytes as tokens that end at `cuts`: one token when there are none."""
+    raw = raw.encode() if isinstance(raw, str) else raw
+    ends = [0, *sorted({cut for cut in cuts if 0 < cut < len(raw)}), len(raw)]
+    tokens = [raw[start:end] for start, end in pairwise(ends)]
+    return read_tokens(range(len(tokens)), (), rules(token_bytes=tokens.__getitem__, **options), reason)
 
 
 def read_tokens(ids: Sequence[int], cuts: Sequence[int], text_rules: TextRules, reason: str = "stop") -> Read:

@@ -2,16 +2,18 @@
 
 import pytest
 
+from server.pipeline import TextPipeline, join
 from server.reasoning import is_open
 from server.stop import StopMatcher
-from tests.server.raw import TOOLS, call, read
+from tests.server.raw import TOOLS, call, read, rules
 
 
 def reads(raw, **options):
-    whole = read(raw, (), **options)
+    """Byte by byte, which must agree with all at once."""
     size = len(raw.encode() if isinstance(raw, str) else raw)
-    assert read(raw, range(size), **options) == whole
-    return whole
+    found = read(raw, range(size), **options)
+    assert read(raw, (), **options) == found
+    return found
 
 
 def test_characters_are_never_split():
@@ -120,3 +122,15 @@ def test_the_stop_that_is_complete_first_wins():
 def test_what_was_held_back_is_read_like_the_rest():
     result = reads("\n</think>\n\n" + call("get_time"), starts_in_thought=True, tools=TOOLS, stops=["</tool_call>!"])
     assert (result.content, result.calls) == ("", [("get_time", "{}")])
+
+
+def test_a_stop_string_in_the_last_token_is_a_stop():
+    assert reads("one STOP", stops=["STOP"], reason="length").finish == "stop"
+
+
+def test_text_held_for_a_stop_string_comes_before_the_call():
+    pipeline = TextPipeline(rules(tools=TOOLS, stops=["STOP"]))
+    events = pipeline.push(b"wait ST" + call("get_time").encode()) + pipeline.finish("stop")
+    kinds = [type(event).__name__ for event in join(events)]
+    assert kinds == ["Content", "CallStart", "CallArguments", "CallEnd"]
+    assert join(events)[0].text == "wait ST"

@@ -44,6 +44,7 @@ def test_exactly_one_line_end_goes_at_each_end(value, expected):
         "</parameter >",
         "</function>\n</tool_call>\nthen more text",
         "x </parameter>\n\n  but prose",
+        "first </tool_call>\n<tool_call> in words",
     ],
 )
 def test_a_closer_that_nothing_may_follow_is_data(value):
