@@ -1,7 +1,7 @@
 """Sends one request to the workers of its decision until one answers, and passes that answer on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from router.relay import Relay
 from router.route import Route
 from router.sse import StreamScanner
 from router.transport import BrokenConnectionError, Transport, UnreachableError
-from router.usage import ask_for_usage
+from router.usage import ask_for_usage, without_usage_comment, without_usage_event
 from router.worker import Worker, judge
 
 HELD_BYTES = 1024 * 1024
@@ -127,9 +127,15 @@ class Proxy:
             exchange.method,
             f"{upstream.url}{call.route.path}{query}",
             upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
-            ask_for_usage(call.body) if call.adds_usage else call.body,
+            ask_for_usage(call.body) if self._edit(call, worker) is without_usage_event else call.body,
             self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
         )
+
+    def _edit(self, call: Call, worker: Worker) -> Callable[[bytes], bytes] | None:
+        """What has to be taken out of the stream again; None for all that passes as it is."""
+        if self._secret is not None and worker.upstream.lane == "long":
+            return without_usage_comment
+        return without_usage_event if call.adds_usage else None
 
     async def _answer(self, call: Call, worker: Worker, response: httpx.Response, rest: list[Worker]) -> list[Worker]:
         if response.status_code in FAILOVER_STATUS and rest:
@@ -155,7 +161,8 @@ class Proxy:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
         await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
-        failure = await Relay(call.exchange, worker.upstream, chunks, self._config, call.adds_usage).events()
+        edit = self._edit(call, worker)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self._config, edit).events()
         self._note_end(call, worker, response.status_code, failure)
 
     async def _pass_body(

@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from config import RouterConfig, Upstream
 from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, error_event
 from router.exchange import Exchange
 from router.guard import guarded
 from router.sse import EventSplitter, EventTooLargeError, StreamScanner
-from router.usage import without_usage
 
 HEARTBEAT = b": heartbeat\n\n"
 
@@ -19,7 +18,10 @@ class SlowClientError(ClientGoneError):
 
 
 class Relay:
-    """One response on its way. The headers are already sent; from here on every failure is an event or a break."""
+    """One response on its way. The headers are already sent; from here on every failure is an event or a break.
+
+    edit  takes out of whole events what the gateway itself had asked for
+    """
 
     def __init__(
         self,
@@ -27,13 +29,13 @@ class Relay:
         upstream: Upstream,
         chunks: AsyncIterator[bytes],
         config: RouterConfig,
-        drops_usage: bool = False,
+        edit: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self._exchange = exchange
         self._upstream = upstream
         self._chunks = chunks
         self._config = config
-        self._drops_usage = drops_usage
+        self._edit = edit
         self._scanner = StreamScanner(exchange.api)
         exchange.counts = self._scanner.counts
         self._is_waiting = True
@@ -82,7 +84,7 @@ class Relay:
             self._scanner.note(events)
             if self._scanner.has_marker:
                 self._exchange.finish()
-            if kept := without_usage(events) if self._drops_usage else events:
+            if kept := self._edit(events) if self._edit else events:
                 await self._send(kept)
 
     async def _pump_body(self, held: bytes) -> None:

@@ -1,9 +1,10 @@
-"""Asks streams for their usage on behalf of a key's limits, and takes the extra event out again."""
+"""Usage that the gateway gets for its accounts and the client did not ask for: how to get it, how to take it out."""
 
 import json
 import re
 
 _ASKED = b'"stream_options":{"include_usage":true}}'
+_COMMENT = b": usage {"
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENTS = re.compile(rb".+?(?:\r\n\r\n|\n\n|\r\r|\n\r\n|\Z)", re.DOTALL)
 
@@ -14,7 +15,14 @@ def ask_for_usage(body: bytes) -> bytes:
     return head + (b"" if head.strip() == b"{" else b",") + _ASKED
 
 
-def without_usage(events: bytes) -> bytes:
+def without_usage_comment(events: bytes) -> bytes:
+    """Whole events without the comment that the engine's server appends for a gateway that knows the secret."""
+    if _COMMENT not in events:
+        return events
+    return b"".join(event for event in _EVENTS.findall(events) if not event.startswith(_COMMENT))
+
+
+def without_usage_event(events: bytes) -> bytes:
     """Whole events without the one that carries usage and no choice; everything else unchanged."""
     if not _NO_CHOICES.search(events):
         return events

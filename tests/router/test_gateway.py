@@ -435,3 +435,18 @@ def test_client_that_stops_in_its_body_is_told(gateway, upstream, client):
     assert client.post(running.url + CHAT, json=BODY).status_code == 200
     time.sleep(0.7)
     assert client.post(running.url + CHAT, json=BODY).status_code == 200
+
+
+def test_usage_comment_of_the_engines_server_is_counted_and_taken_out(gateway, upstream, client, keys_file):
+    async def answer(received, connection):
+        usage = {"prompt_tokens": 900, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 600}}
+        await connection.stream(b"data: [DONE]\n\n: usage " + json.dumps(usage).encode() + b"\n\n")
+
+    path, secrets = keys_file(alice={"prompt_tokens_per_minute": 1000})
+    long = upstream(answer=answer)
+    url = gateway(long=long, keys_file=path, gateway_secret="s").url + CHAT
+    headers, body = bearer(secrets["alice"]), BODY | {"stream": True}
+    assert client.post(url, json=body, headers=headers).content == b"data: [DONE]\n\n"
+    assert "stream_options" not in long.requests[0].json
+    second = client.post(url, json=body, headers=headers)
+    assert 690 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 705

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from router.usage import ask_for_usage, without_usage
+from router.usage import ask_for_usage, without_usage_comment, without_usage_event
 
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1}}\n\n'
 TEXT = b'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \xe2\x80\xa8"}}],"usage":null}\n\n'
@@ -36,4 +36,12 @@ def test_body_asks_and_keeps_the_rest(body):
     ],
 )
 def test_only_the_usage_event_is_taken_out(events, kept):
-    assert without_usage(events) == kept
+    assert without_usage_event(events) == kept
+
+
+def test_only_the_usage_comment_is_taken_out():
+    comment = b': usage {"prompt_tokens":3}\n\n'
+    assert without_usage_comment(TEXT + DONE + comment) == TEXT + DONE
+    assert without_usage_comment(comment) == b""
+    text = b'data: {"content":": usage {"}\n\n: heartbeat\n\n'
+    assert without_usage_comment(text) == text
