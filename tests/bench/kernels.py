@@ -1,0 +1,489 @@
+"""Products with quantised weights on a GPU: right against the reference, then timed at the real dimensions.
+
+    python3 tests/bench/kernels.py --out DIR [--seconds 85]
+
+Writes DIR/kernels.json and prints the tables. A part that fails is recorded with its traceback; the others still run,
+in the order of their worth, until the time is over.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import types
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+# the ops need torch and triton alone; the engine's face would ask for what a server needs
+sys.modules["engine"] = types.ModuleType("engine")
+sys.modules["engine"].__path__ = [str(ROOT / "engine")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from engine.ops import quantize_rows as rows_ops  # noqa: E402
+from engine.ops import quantized_dot, quantized_experts, quantized_linear  # noqa: E402
+from engine.ops.quantize_rows import QuantizedRows, quantize_rows_reference, quantize_rows_triton  # noqa: E402
+from engine.ops.quantized_experts import (  # noqa: E402
+    QuantizedExperts,
+    quantized_experts_reference,
+    quantized_experts_triton,
+)
+from engine.ops.quantized_linear import quantized_linear_reference, quantized_linear_triton  # noqa: E402
+from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
+
+DEVICE = "cuda"
+# more than twice the largest L2 cache, so that every pass reads from memory
+DISTINCT_BYTES = 256 << 20
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Model:
+    """attention and gdn: [outputs of the projection, inputs of the output matrix]"""
+
+    layers: int
+    hidden: int
+    vocab: int
+    attention: tuple[int, int]
+    gdn: tuple[int, int]
+    experts: int
+    width: int
+
+
+# the projection of GDN without its 64 or 96 rows of gates, which are a product of their own
+MODELS = {
+    "35b-a3b": Model(40, 2048, 248_320, (9216, 4096), (12_288, 4096), 256, 512),
+    "27b": Model(64, 5120, 248_320, (14_336, 6144), (16_384, 6144), 0, 17_408),
+}
+CHOSEN = 8
+
+
+def weight(bits, outputs, columns, stack=()):
+    tiles, groups = -(-outputs // 16), columns // 64
+    words = torch.empty(*stack, tiles, groups, bits // 2, 16, 4, dtype=torch.int32, device=DEVICE)
+    words.random_(-(2**31), 2**31 - 1)
+    scales = torch.empty(*stack, tiles, groups, 16, dtype=torch.float16, device=DEVICE)
+    # random codes of 4 bits have a deviation of 4.6, those of 8 of 74: outputs stay about as large as inputs
+    deviation = (4.6 if bits == 4 else 74) * columns**0.5
+    scales.uniform_(0.8 / deviation, 1.2 / deviation)
+    return QuantizedWeight(words, scales, outputs, bits)
+
+
+def bytes_of(*weights):
+    return sum(w.words.nbytes + w.scales.nbytes for w in weights)
+
+
+def activations(rows, columns):
+    return quantize_rows_reference(torch.randn(rows, columns, device=DEVICE))
+
+
+def first(x, count):
+    return QuantizedRows(x.values[:count], x.scales[:count], x.sums[:count])
+
+
+def experts_of(model, bits, shared_bits):
+    return QuantizedExperts(
+        gate_up=weight(bits, 2 * model.width, model.hidden, (model.experts,)),
+        down=weight(bits, model.hidden, model.width, (model.experts,)),
+        shared_gate_up=weight(shared_bits, 2 * model.width, model.hidden),
+        shared_down=weight(shared_bits, model.hidden, model.width),
+    )
+
+
+def routed(rows, experts):
+    chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:CHOSEN] for _ in range(rows)])
+    weights = torch.rand(rows, CHOSEN + 1, device=DEVICE)
+    return chosen, weights
+
+
+def compare(actual, expected):
+    error = (actual.double() - expected.double()).abs()
+    rms = expected.double().square().mean().sqrt()
+    return {
+        "equal": torch.equal(actual, expected),
+        "unequal": (error > 0).sum().item(),
+        "worst": (error.max() / rms).item(),
+    }
+
+
+def check_quantize_rows():
+    found = {}
+    for columns in (2048, 5120):
+        x = torch.randn(4, columns, device=DEVICE).bfloat16()
+        norm = torch.rand(columns, device=DEVICE) + 0.5
+        wide = torch.randn(4, 2 * columns, device=DEVICE).bfloat16()
+        pairs = {
+            "plain": (quantize_rows_triton(x), quantize_rows_reference(x)),
+            "rms_norm": (
+                rows_ops.quantize_rms_norm_triton(x, norm, 1e-6),
+                rows_ops.quantize_rms_norm_reference(x, norm, 1e-6),
+            ),
+            "silu_mul": (rows_ops.quantize_silu_mul_triton(wide), rows_ops.quantize_silu_mul_reference(wide)),
+            "sigmoid_mul": (
+                rows_ops.quantize_sigmoid_mul_triton(wide[:, :columns], wide[:, columns:]),
+                rows_ops.quantize_sigmoid_mul_reference(wide[:, :columns], wide[:, columns:]),
+            ),
+        }
+        for name, (actual, expected) in pairs.items():
+            scale = ((actual.scales - expected.scales).abs() / expected.scales.clamp(min=1e-30)).max().item()
+            codes = (actual.values.int() - expected.values.int()).abs()
+            found[f"{name} {columns}"] = {
+                "codes_off": (codes > 0).sum().item(),
+                "largest_code_error": codes.max().item(),
+                "relative_scale_error": scale,
+            }
+    return found
+
+
+def check_linear():
+    """Every path against the reference, bit by bit; also with dependent launch off."""
+    found = {}
+    for bits, (outputs, columns) in itertools.product((4, 8), ((512, 2048), (272, 4096), (128, 17_408), (64, 512))):
+        matrix, x = weight(bits, outputs, columns), activations(32, columns)
+        expected = quantized_linear_reference(x, matrix, torch.float32)
+        paths = {rows: quantized_linear_triton(first(x, rows), matrix, torch.float32) for rows in ROWS}
+        found[f"{bits} bits {outputs}x{columns}"] = {
+            rows: compare(actual, expected[:rows]) for rows, actual in paths.items()
+        }
+    return found
+
+
+def check_residual():
+    matrix, x = weight(4, 2048, 4096), activations(3, 4096)
+    residual = torch.randn(3, 2048, device=DEVICE).bfloat16()
+    actual = quantized_linear_triton(x, matrix, torch.bfloat16, residual)
+    return compare(actual, quantized_linear_reference(x, matrix, torch.bfloat16, residual))
+
+
+def check_experts():
+    model = MODELS["35b-a3b"]
+    found = {}
+    for bits, shared_bits in ((4, 8), (4, 4)):
+        experts = experts_of(model, bits, shared_bits)
+        x = activations(4, model.hidden)
+        chosen, weights = routed(4, model.experts)
+        host = [QuantizedRows(x.values.cpu(), x.scales.cpu(), x.sums.cpu()), chosen.cpu(), weights.cpu()]
+        cpu = QuantizedExperts(*(getattr(experts, name).to("cpu") for name in experts.__slots__))
+        expected = quantized_experts_reference(*host, cpu, torch.float32).to(DEVICE)
+        together = quantized_experts_triton(x, chosen, weights, experts, torch.float32)
+        early = quantized_experts_triton(x, chosen, weights, experts, torch.float32, is_early=True)
+        alone = quantized_experts_triton(first(x, 1), chosen[:1], weights[:1], experts, torch.float32)
+        found[f"{bits}/{shared_bits}"] = {
+            "reference": compare(together, expected),
+            "early_same_bits": torch.equal(early, together),
+            "alone_same_bits": torch.equal(alone, together[:1]),
+        }
+    return found
+
+
+def graph_of(work):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def seconds_of(work, repeats=10):
+    """Median time of one replay."""
+    graph = graph_of(work)
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return statistics.median(times)
+
+
+def copy_speed():
+    """Bytes read and written a second by a device-to-device copy."""
+    source = torch.empty(2 << 30, dtype=torch.int8, device=DEVICE)
+    target = torch.empty_like(source)
+    return {"bytes_s": 2 * source.nbytes / seconds_of(lambda: target.copy_(source))}
+
+
+def time_linear(bits, outputs, columns, rows, **options):
+    one = weight(bits, outputs, columns)
+    copies = max(4, min(160, DISTINCT_BYTES // bytes_of(one)))
+    matrices = [one] + [weight(bits, outputs, columns) for _ in range(copies - 1)]
+    x = activations(rows, columns)
+
+    def work():
+        for matrix in matrices:
+            quantized_linear_triton(x, matrix, torch.bfloat16, **options)
+
+    each = seconds_of(work) / len(matrices)
+    return {"us": each * 1e6, "bytes_s": bytes_of(one) / each}
+
+
+def linear_shapes(model):
+    body = {model.attention[0]: model.hidden, model.gdn[0]: model.hidden}
+    shapes = [*body.items(), (model.hidden, model.attention[1])]
+    if not model.experts:
+        shapes += [(2 * model.width, model.hidden), (model.hidden, model.width)]
+    return [*shapes, (model.vocab, model.hidden)]
+
+
+def time_one_row():
+    return {
+        f"{name} {bits} bits {outputs}x{columns}": time_linear(bits, outputs, columns, 1)
+        for (name, model), bits in itertools.product(MODELS.items(), (4, 8))
+        for outputs, columns in linear_shapes(model)
+    }
+
+
+def time_rows():
+    """More rows, by each of the two ways."""
+    found = {}
+    for (outputs, columns), rows in itertools.product(((12_288, 2048), (2048, 4096)), ROWS[1:]):
+        for taken in sorted({rows, max(8, rows), min(4, rows)}):
+            key = f"{outputs}x{columns} {rows} rows, {taken} a program"
+            found[key] = time_linear(4, outputs, columns, rows, num_rows=taken)
+    return found
+
+
+def time_segments():
+    """Would another number of segments, which is another order of addition, be faster?"""
+    shapes = ((12_288, 2048), (2048, 4096), (9216, 2048), (5120, 6144), (5120, 17_408), (34_816, 5120))
+    return {
+        f"{outputs}x{columns} {segments} segments": time_linear(4, outputs, columns, 1, segments=segments)
+        for (outputs, columns), segments in itertools.product(shapes, (8, 16))
+    }
+
+
+def time_quantize():
+    found = {}
+    for columns, rows in itertools.product((2048, 5120), (1, 8)):
+        x = torch.randn(rows, columns, device=DEVICE).bfloat16()
+        wide = torch.randn(rows, 2 * columns, device=DEVICE).bfloat16()
+        norm = torch.rand(columns, device=DEVICE)
+        works = {
+            "plain": lambda x=x: quantize_rows_triton(x),
+            "rms_norm": lambda x=x, norm=norm: rows_ops.quantize_rms_norm_triton(x, norm, 1e-6),
+            "silu_mul": lambda wide=wide: rows_ops.quantize_silu_mul_triton(wide),
+        }
+        for name, work in works.items():
+            each = seconds_of(lambda work=work: [work() for _ in range(50)]) / 50
+            found[f"{name} {rows}x{columns}"] = {"us": each * 1e6}
+    return found
+
+
+def time_experts():
+    model = MODELS["35b-a3b"]
+    layers = [experts_of(model, 4, 8) for _ in range(3)]
+    found = {}
+    for rows, is_early in itertools.product((1, 4, 8), (False, True)):
+        x = activations(rows, model.hidden)
+        choices = [routed(rows, model.experts) for _ in range(12)]
+
+        def work(x=x, choices=choices, is_early=is_early):
+            for place, (chosen, weights) in enumerate(choices):
+                quantized_experts_triton(x, chosen, weights, layers[place % 3], torch.bfloat16, is_early=is_early)
+
+        each = seconds_of(work) / len(choices)
+        slots = sum(len(chosen.unique()) for chosen, _ in choices) / len(choices)
+        expert, shared = layers[0].gate_up[0], layers[0].shared_gate_up
+        size = slots * bytes_of(expert, layers[0].down[0]) + bytes_of(shared, layers[0].shared_down)
+        found[f"{rows} rows{', early' if is_early else ''}"] = {"us": each * 1e6, "bytes_s": size / each}
+    return found
+
+
+class Token:
+    """All products of a token, each depending on the one before: norms, projections, outputs, feed-forward, head."""
+
+    def __init__(self, model, bits, shared_bits):
+        self.model = model
+        self.layers = [self._layer(i, bits, shared_bits) for i in range(model.layers)]
+        self.head = weight(bits, model.vocab, model.hidden)
+        self.norm = torch.rand(model.hidden, device=DEVICE) + 0.5
+        self.bytes = sum(layer["bytes"] for layer in self.layers) + bytes_of(self.head)
+
+    def _layer(self, index, bits, shared_bits):
+        model = self.model
+        projection, inputs = model.attention if index % 4 == 3 else model.gdn
+        layer = {"projection": weight(bits, projection, model.hidden), "output": weight(bits, model.hidden, inputs)}
+        if model.experts:
+            layer["experts"] = experts_of(model, bits, shared_bits)
+            one = layer["experts"]
+            read = CHOSEN * bytes_of(one.gate_up[0], one.down[0]) + bytes_of(one.shared_gate_up, one.shared_down)
+        else:
+            layer["gate_up"] = weight(bits, 2 * model.width, model.hidden)
+            layer["down"] = weight(bits, model.hidden, model.width)
+            read = bytes_of(layer["gate_up"], layer["down"])
+        return layer | {"bytes": read + bytes_of(layer["projection"], layer["output"])}
+
+    def work(self, rows, is_early):
+        model = self.model
+        start = torch.randn(rows, model.hidden, device=DEVICE).bfloat16()
+        choices = [routed(rows, model.experts) if model.experts else None for _ in self.layers]
+
+        def run():
+            x = start
+            for layer, choice in zip(self.layers, choices, strict=True):
+                x = self._run_layer(x, layer, choice, is_early)
+            return quantized_linear_triton(self._normed(x), self.head, torch.float32)
+
+        return run
+
+    def _normed(self, x):
+        return rows_ops.quantize_rms_norm_triton(x, self.norm, 1e-6)
+
+    def _run_layer(self, x, layer, choice, is_early):
+        wide = quantized_linear_triton(self._normed(x), layer["projection"], torch.bfloat16)
+        # the mixer stands here; its output is as wide as what the output matrix reads
+        mixed = quantize_rows_triton(wide[:, : layer["output"].columns])
+        x = quantized_linear_triton(mixed, layer["output"], torch.bfloat16, x)
+        if choice is not None:
+            chosen, weights = choice
+            return quantized_experts_triton(
+                self._normed(x), chosen, weights, layer["experts"], torch.bfloat16, x, is_early=is_early
+            )
+        inner = quantized_linear_triton(self._normed(x), layer["gate_up"], torch.bfloat16)
+        return quantized_linear_triton(rows_ops.quantize_silu_mul_triton(inner), layer["down"], torch.bfloat16, x)
+
+
+def time_token(name, bits, shared_bits, rows_list):
+    token = Token(MODELS[name], bits, shared_bits)
+    found = {"bytes_one_row": token.bytes}
+    for rows in rows_list:
+        for label, is_early, pdl in (("early", True, True), ("dependent", False, True), ("plain", False, False)):
+            if rows == 1 or label == "dependent":
+                with dependent_launch(pdl):
+                    seconds = seconds_of(token.work(rows, is_early))
+                found[f"{rows} rows, {label}"] = {"ms": seconds * 1e3, "bytes_s": token.bytes / seconds}
+    found["replays_agree"] = replays_agree(token)
+    return found
+
+
+def replays_agree(token):
+    """The same bits from a graph as from launches one by one, replay after replay."""
+    run = token.work(1, True)
+    expected = run().clone()
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        kept.append(run())
+    agreed = 0
+    for _ in range(20):
+        kept[0].fill_(torch.nan)
+        graph.replay()
+        agreed += torch.equal(kept[0], expected)
+    return f"{agreed} of 20"
+
+
+class dependent_launch:
+    def __init__(self, is_on):
+        self._is_on = is_on
+        self._modules = (quantized_dot, rows_ops, quantized_linear, quantized_experts)
+
+    def __enter__(self):
+        self._before = quantized_dot.has_dependent_launch
+        self._set(self._before if self._is_on else lambda device: False)
+
+    def __exit__(self, *_):
+        self._set(self._before)
+
+    def _set(self, function):
+        for module in self._modules:
+            module.has_dependent_launch = function
+
+
+PARTS = {
+    "copy": copy_speed,
+    "check_quantize_rows": check_quantize_rows,
+    "check_linear": check_linear,
+    "check_residual": check_residual,
+    "check_experts": check_experts,
+    "token_35b_w4": lambda: time_token("35b-a3b", 4, 4, (1, 2, 4, 8)),
+    "experts": time_experts,
+    "one_row": time_one_row,
+    "token_27b_w4": lambda: time_token("27b", 4, 4, (1, 4)),
+    "quantize": time_quantize,
+    "rows": time_rows,
+    "segments": time_segments,
+    "token_35b_w8": lambda: time_token("35b-a3b", 8, 8, (1,)),
+}
+
+
+def environment():
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": date.today().isoformat(),
+        "commit": git.stdout.strip() or "unknown",
+        "device": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def run_part(part):
+    started = time.monotonic()
+    try:
+        with torch.inference_mode():
+            result = part()
+            torch.cuda.synchronize()
+    except Exception:
+        # recorded, printed, and counted in the exit status
+        result = {"failed": traceback.format_exc()}
+    torch.cuda.empty_cache()
+    return {"seconds": round(time.monotonic() - started, 1), "result": result}
+
+
+def show(name, entry, copy_bytes_s):
+    print(f"\n{name} ({entry['seconds']} s)")
+    if "failed" in entry["result"]:
+        print(entry["result"]["failed"])
+        return
+    for key, value in entry["result"].items():
+        share = ""
+        if isinstance(value, dict) and "bytes_s" in value and copy_bytes_s:
+            share = f"  {value['bytes_s'] / copy_bytes_s:.0%} of copy speed"
+        print(f"  {key}: {value}{share}")
+
+
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--seconds", type=float, default=85)
+    options.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    arguments = options.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    started = time.monotonic()
+    report = {"environment": environment(), "parts": {}, "skipped": []}
+    copy_bytes_s = None
+    for name in arguments.parts:
+        if time.monotonic() - started > arguments.seconds:
+            report["skipped"].append(name)
+            continue
+        report["parts"][name] = run_part(PARTS[name])
+        if name == "copy" and "failed" not in report["parts"][name]["result"]:
+            copy_bytes_s = report["parts"][name]["result"]["bytes_s"]
+        show(name, report["parts"][name], copy_bytes_s)
+        # after every part: what was measured survives what comes next
+        (arguments.out / "kernels.json").write_text(json.dumps(report, indent=1))
+    print(f"\nskipped for time: {report['skipped']}")
+    return int(any("failed" in entry["result"] for entry in report["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
