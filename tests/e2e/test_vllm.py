@@ -1,0 +1,98 @@
+"""Both lanes with a real vLLM behind the short one."""
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+
+from engine.loading import resolve_checkpoint
+from tests.e2e import vllm
+from tests.e2e.stack import end, start_stack, wait_for
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+
+HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def vllm_url(tmp_path_factory):
+    assert vllm.is_prepared(), "no vLLM here: python -m tests.e2e.vllm prepares it"
+    folder = tmp_path_factory.mktemp("vllm")
+    vllm.write_bfloat16(resolve_checkpoint("longlane-tiny"), folder / "checkpoint")
+    with vllm.running(folder / "checkpoint", folder / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def both(vllm_url):
+    stack = start_stack("--max-model-len", "8192", "--vllm-url", vllm_url, "--long-prompt-tokens", "1000")
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        end(stack)
+
+
+@pytest.fixture
+def client(both):
+    with openai.OpenAI(base_url=f"{both.url}/v1", api_key="secret-of-the-client", max_retries=0) as client:
+        yield client
+
+
+def test_models_of_both_lanes_are_listed(client):
+    limits = {model.id: model.max_model_len for model in client.models.list()}
+    assert limits == {"longlane-tiny": 8192, vllm.MODEL: 2048}
+
+
+def test_model_name_chooses_the_lane(client):
+    for model in (vllm.MODEL, "longlane-tiny"):
+        reply = client.chat.completions.create(model=model, messages=HELLO, max_tokens=8, temperature=0)
+        assert reply.model == model and reply.usage.completion_tokens > 0
+
+
+def test_the_two_engines_say_the_same(client):
+    """Greedy text of the two implementations agrees until bfloat16 and float32 part ways; the first words do not."""
+    replies = [
+        client.chat.completions.create(model=model, messages=HELLO, max_tokens=8, temperature=0)
+        .choices[0]
+        .message.content
+        for model in (vllm.MODEL, "longlane-tiny")
+    ]
+    assert replies[0].split()[:3] == replies[1].split()[:3]
+
+
+def events(url: str, body: dict) -> list[dict | str]:
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+
+def test_stream_of_vllm_passes_unchanged(both, vllm_url):
+    body = {"model": vllm.MODEL, "messages": HELLO, "max_tokens": 24, "temperature": 0, "stream": True}
+    direct = events(f"{vllm_url}/v1/chat/completions", body)
+    through = events(f"{both.url}/v1/chat/completions", body)
+    for event in (*direct, *through):
+        if isinstance(event, dict):
+            event.pop("id", None), event.pop("created", None)
+    assert through == direct
+
+
+def test_error_of_vllm_passes_unchanged(client):
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=vllm.MODEL, messages=HELLO, max_tokens=-3)
+
+
+def test_leaving_client_is_cancelled_in_vllm(both, vllm_url):
+    body = {"model": vllm.MODEL, "messages": HELLO, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{both.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        next(answer.iter_bytes())
+    time.sleep(0.2)
+
+    def idle() -> bool:
+        text = httpx.get(f"{vllm_url}/metrics").text
+        return all(line.endswith(" 0.0") for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
+
+    wait_for(idle, 3.0, "vLLM let go of the request")
