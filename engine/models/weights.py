@@ -14,14 +14,21 @@ from engine.layers.moe import SparseMoe
 from engine.layers.mtp import Mtp
 from engine.layers.norm import GatedRMSNorm, RMSNorm
 from engine.layers.rope import plain_rope
+from engine.models.artifact import is_artifact
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ROTATED_DIMS, ModelConfig, MoeConfig, read_config
 from engine.models.layout import FUSED_DOWN, FUSED_GATE_UP
+from engine.models.quantized import load_artifact
 from engine.models.qwen3_5 import Qwen3_5
 
 
 def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
-    """raises  CheckpointError naming the file, field or tensor that is not as the family has it"""
+    """A checkpoint, or an artifact made of one.
+
+    raises  CheckpointError naming the file, field or tensor that is not as the family has it
+    """
+    if is_artifact(checkpoint_dir):
+        return load_artifact(checkpoint_dir, device, dtype)
     config = read_config(checkpoint_dir)
     with Checkpoint(checkpoint_dir, config) as checkpoint:
         return _Builder(checkpoint, config, device, dtype).model()

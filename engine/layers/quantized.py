@@ -1,0 +1,64 @@
+"""The layers whose matrices are stored in 4 or 8 bits; each takes the place of the one it is named after."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.layers.linear import Linear
+from engine.ops.quantize_rows import quantize_rows, quantize_silu_mul
+from engine.ops.quantized_embedding import quantized_embedding
+from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
+from engine.ops.quantized_linear import quantized_linear
+from engine.ops.quantized_weight import QuantizedWeight
+from engine.ops.route import route
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """y = W x, the matrices one above the other; x is rounded to 8 bits once.
+
+    dtype  of y; that of x when not given
+    """
+
+    weights: tuple[QuantizedWeight, ...]
+    dtype: torch.dtype | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = quantize_rows(x)
+        return torch.cat([quantized_linear(rows, weight, self.dtype or x.dtype) for weight in self.weights], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedEmbedding:
+    weight: QuantizedWeight
+    dtype: torch.dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return quantized_embedding(token_ids, self.weight, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMlp:
+    """What stands between the two products is rounded in one operation."""
+
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = quantized_linear(quantize_rows(x), self.gate_up, torch.float32)
+        return quantized_linear(quantize_silu_mul(inner), self.down, x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMoe:
+    """router [experts + 1, hidden], not rounded: the last row is the gate of the shared expert."""
+
+    router: Linear
+    experts: QuantizedExperts
+    num_chosen: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x).float()
+        chosen, weights = route(logits[:, :-1], self.num_chosen)
+        weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
+        return quantized_experts(quantize_rows(x), chosen, weights, self.experts, x.dtype)
