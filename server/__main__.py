@@ -125,7 +125,8 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         http="httptools",
         lifespan="on",
         log_config=None,
-        log_level=config.log_level,
+        # one line says what is served; uvicorn's own chatter is for debugging
+        log_level="warning" if config.log_level == "info" else config.log_level,
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -40,8 +40,23 @@ class ScriptedRun:
         self.request = request
         self.line = line
         self.chunks = chunks
-        self.ended = asyncio.Event()
+        self.is_ended = False
         self.failure: EngineError | None = None
+        self._awake = asyncio.Event()
+
+    def end(self, failure: EngineError | None = None) -> None:
+        self.is_ended = True
+        self.failure = failure
+        self._awake.set()
+
+    async def pause(self, milliseconds: float) -> None:
+        """Returns at once when the run is ended."""
+        if milliseconds and not self.is_ended:
+            # one timer and one event: `wait_for` would cost more than the server that is being measured
+            timer = asyncio.get_running_loop().call_later(milliseconds / 1000, self._awake.set)
+            await self._awake.wait()
+            self._awake.clear()
+            timer.cancel()
 
 
 class ScriptedEngine:
@@ -130,12 +145,12 @@ class ScriptedEngine:
                 finally:
                     self._num_running -= 1
         finally:
-            self._num_aborted += run.ended.is_set() or not is_complete
+            self._num_aborted += run.is_ended or not is_complete
             del self._runs[request_id]
 
     async def abort(self, request_id: str) -> None:
         if run := self._runs.get(request_id):
-            run.ended.set()
+            run.end()
 
     async def close(self) -> None:
         self._state = "closed"
@@ -146,14 +161,13 @@ class ScriptedEngine:
         request, line = run.request, run.line
         cached = self._remember(request)
         uncached = len(request.prompt_token_ids) - cached
-        await self._pause(run, line.prefill_ms + line.prefill_ms_per_1k_uncached * uncached / 1000)
+        await run.pause(line.prefill_ms + line.prefill_ms_per_1k_uncached * uncached / 1000)
         num_sent = 0
         for number, chunk in enumerate(run.chunks):
-            if number and line.token_ms:
-                await self._pause(run, line.token_ms)
+            await run.pause(line.token_ms if number else 0)
             if run.failure is not None:
                 raise run.failure
-            if run.ended.is_set():
+            if run.is_ended:
                 yield TokenEvent(request.request_id, finish_reason="abort")
                 return
             if line.die_after is not None and number >= line.die_after:
@@ -170,14 +184,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
         if line.finish == "error":
             raise EngineError("the engine failed, as the script says")
-        yield TokenEvent(request.request_id, finish_reason="abort" if run.ended.is_set() else line.finish)
-
-    async def _pause(self, run: ScriptedRun, milliseconds: float) -> None:
-        if milliseconds:
-            try:
-                await asyncio.wait_for(run.ended.wait(), milliseconds / 1000)
-            except TimeoutError:
-                return
+        yield TokenEvent(request.request_id, finish_reason="abort" if run.is_ended else line.finish)
 
     def _allowed(self, request: Request, chunk: tuple[int, ...], num_sent: int) -> tuple[tuple[int, ...], str | None]:
         """The part of a chunk before a stop id and within the limit, and why it ends there."""
@@ -213,8 +220,7 @@ class ScriptedEngine:
 
     def _fail_all(self, reason: str) -> None:
         for run in self._runs.values():
-            run.failure = EngineDiedError(reason, retry_after_s=1)
-            run.ended.set()
+            run.end(EngineDiedError(reason, retry_after_s=1))
 
     def _describe(self, files: TextFiles) -> EngineInfo:
         max_model_len = self._asked_model_len or files.max_positions or MAX_MODEL_LEN

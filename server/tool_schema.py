@@ -107,12 +107,11 @@ def _check_function(where: str, function: Any) -> None:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The raw text of a parameter as JSON of the declared type; as a JSON string when it does not fit any."""
-    if "string" not in types:
-        bare = text.strip()
-        for name, convert in CONVERSIONS.items():
-            if name in types and (value := convert(bare)) is not None:
-                return value
+    """The raw text of a parameter as JSON of a declared type other than string; a JSON string when it fits none."""
+    bare = text.strip()
+    for name, convert in CONVERSIONS.items():
+        if name in types and (value := convert(bare)) is not None:
+            return value
     return json.dumps(text, ensure_ascii=False)
 
 
