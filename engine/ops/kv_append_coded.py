@@ -59,8 +59,8 @@ def kv_append_coded_triton(
     rows, kv_heads, head_dim = keys.shape
     assert keys.stride()[1:] == values.stride()[1:] == (head_dim, 1)
     assert cache.keys.stride(3) == cache.values.stride(3) == 1
-    # a program codes 16 groups of 64 at a time
-    heads_per_program = 16 * GROUP // head_dim
+    # a program codes 8 groups of 64 at a time
+    heads_per_program = 8 * GROUP // head_dim
     grid = (triton.cdiv(rows * kv_heads, heads_per_program), 2)
     extra = {"launch_pdl": True} if dependent else {}
     kv_append_coded_kernel[grid](
