@@ -68,7 +68,8 @@ def sentence_case(examples: list[str]) -> str:
 
 
 def read_python_docs(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("python3*/html/_sources/**/*.rst.txt")):
+    # a set: the pattern finds a file once for every way through its folders, and each text must be read once
+    for path in sorted(set(root.rglob("python3*/html/_sources/**/*.rst.txt"))):
         text = "\n\n".join(filter(None, map(clean_paragraph, re.split(r"\n\s*\n", path.read_text("utf-8", "replace")))))
         yield from split_text(text)
 

@@ -126,7 +126,7 @@ class Evaluation:
         return {
             "tool_call": self.score([tool_calls.tool_call(rng) for rng in rngs], has_calls),
             "json_schema": self.score([json_objects.json_object(rng) for rng in rngs], fits_schema),
-            "json_values": self.score([json_objects.json_object(rng) for rng in rngs], has_answer),
+            "json_values": self.score([given_object(rng) for rng in rngs], has_answer),
             "tool_answer": self.score([tool_calls.tool_answer(rng) for rng in rngs], has_answer),
             "records": self.score([needles.records(rng, rng.randint(2, 80), 1) for rng in rngs], has_answer),
             "told_before": self.score([needles.told_before(rng, talks) for rng in rngs], has_answer),
@@ -180,6 +180,13 @@ class Evaluation:
             model.logits(hidden[0, : len(token_ids) - 1]), ids[0, 1 : len(token_ids)], reduction="sum"
         )
         return nats.item() / math.log(2) + math.log2(model.geometry.vocab_size)
+
+
+def given_object(rng: Random) -> Example:
+    """A JSON item whose values stand in the prompt."""
+    while not (example := json_objects.json_object(rng)).expected["is_given"]:
+        pass
+    return example
 
 
 def has_answer(example: Example, reply: str) -> bool:

@@ -136,9 +136,11 @@ def schema_example(rng: Random, schema: dict, values: dict, text: str) -> Exampl
             "Reply only with JSON that matches this schema: {schema}",
         )
     )
-    form = with_text if rng.random() < 0.75 else without_text
+    is_given = rng.random() < 0.75
+    form = with_text if is_given else without_text
     thought = f"I need the fields {', '.join(schema['properties'])}."
-    return answered("json", rng, form.format(schema=written, text=text), json.dumps(values), thought, schema=schema)
+    question = form.format(schema=written, text=text)
+    return answered("json", rng, question, json.dumps(values), thought, schema=schema, is_given=is_given)
 
 
 def plain_json(rng: Random) -> Example:
