@@ -3,9 +3,17 @@
 import pytest
 import torch
 
+from tests.ops.kernels import KERNELS_RUN
+
 # max relative L2 error against the fp64 oracle, and the largest single error
 # allowed as a multiple of the output's rms
 TOLERANCE = {torch.bfloat16: (4e-3, 3e-2), torch.float32: (1e-5, 1e-4)}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("kernels") and not KERNELS_RUN:
+            item.add_marker(pytest.mark.skip(reason="no GPU, TRITON_INTERPRET unset"))
 
 
 @pytest.fixture
