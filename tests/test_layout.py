@@ -35,7 +35,7 @@ ARROWS = {
     "engine/batch": {"config"},
     "engine/scheduler": {"engine/request", "engine/errors", "engine/cache", "config"},
     "engine/planner": {"engine/models", "engine/errors", "config"},
-    "engine/embedded": {"engine", "engine/models", "engine/models/config", "engine/request", "engine/errors", "config"},
+    "engine/embedded": {"engine/ops", "engine/cache"},
     "engine": {
         "engine/ops",
         "engine/layers",

@@ -1,0 +1,136 @@
+"""What every KV codec costs on the trained checkpoint: `python -m engine.embedded.compare_codecs`."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+
+from engine.cache.kv_codecs import CODECS, Form, KVCodec
+from engine.embedded.decoder import Decoder
+from engine.embedded.evaluate import CHECKPOINT, HELD_OUT, SEED, Evaluation, has_answer, read_held_out
+from engine.embedded.train_model import Packing, TrainModel
+from engine.ops.hadamard import hadamard
+from engine.ops.kv_codec_e8 import e8_decode, e8_encode
+from engine.ops.kv_codec_int8 import int8_decode, int8_encode
+
+NEEDLE_LENGTHS = {"needle_1k": 1024, "needle_4k": 4096}
+CODERS = {"int8": (int8_encode, int8_decode), "e8": (e8_encode, e8_decode)}
+
+
+def stored(x: torch.Tensor, form: Form, is_rotated: bool) -> torch.Tensor:
+    """What attention reads back after x was stored in that form."""
+    if form == "bf16":
+        return x.to(torch.bfloat16).to(x.dtype)
+    encode, decode = CODERS[form]
+    coded = decode(*encode(hadamard(x) if is_rotated else x), x.dtype)
+    return hadamard(coded) if is_rotated else coded
+
+
+class Coded:
+    """Attention sees only keys and values that went through a codec."""
+
+    codec: KVCodec
+
+    def attention_inputs(self, x, prefix, positions):
+        q, k, v, gate = super().attention_inputs(x, prefix, positions)
+        k = stored(k, self.codec.keys, self.codec.is_rotated)
+        return q, k, stored(v, self.codec.values, self.codec.is_rotated), gate
+
+
+class CodedModel(Coded, TrainModel):
+    pass
+
+
+class CodedDecoder(Coded, Decoder):
+    pass
+
+
+@dataclass
+class Divergence:
+    """Sums over predicted tokens."""
+
+    nats: float = 0.0
+    loss: float = 0.0
+    agreed: int = 0
+    tokens: int = 0
+
+    def add(self, reference: torch.Tensor, coded: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Log-probabilities [tokens, vocabulary] and the tokens that came [tokens]."""
+        self.nats += float((reference.exp() * (reference - coded)).sum())
+        self.loss += float(F.nll_loss(coded, wanted, reduction="sum"))
+        self.agreed += int((reference.argmax(-1) == coded.argmax(-1)).sum())
+        self.tokens += len(wanted)
+
+
+def chunks_of_text(evaluation: Evaluation, num_tokens: int) -> Iterator[torch.Tensor]:
+    """Held-out texts, joined, in rows of 1024 tokens: [1, 1024] each."""
+    ids = [i for encoding in evaluation.tokenizer.encode_batch(evaluation.held_out.texts) for i in encoding.ids]
+    for begin in range(0, min(num_tokens, len(ids) - 1024) // 1024 * 1024, 1024):
+        yield torch.tensor([ids[begin : begin + 1024]])
+
+
+@torch.inference_mode()
+def divergences(evaluation: Evaluation, num_tokens: int) -> dict[str, Divergence]:
+    """KL(bf16 || codec), loss, and how often both would choose the same token, for every codec."""
+    totals = {name: Divergence() for name in CODECS}
+    model = CodedModel(evaluation.decoder.geometry, evaluation.decoder.weights)
+    for ids in chunks_of_text(evaluation, num_tokens):
+        reference = log_probabilities(model, CODECS["bf16"], ids)
+        for name, total in totals.items():
+            total.add(reference, log_probabilities(model, CODECS[name], ids), ids[0, 1:])
+    return totals
+
+
+def log_probabilities(model: CodedModel, codec: KVCodec, ids: torch.Tensor) -> torch.Tensor:
+    model.codec = codec
+    hidden = model.hidden(ids, Packing.of(torch.arange(ids.shape[1]).unsqueeze(0)))
+    return model.logits(hidden[0, :-1]).log_softmax(-1)
+
+
+def measure_codec(evaluation: Evaluation, codec: KVCodec, found: Divergence, items: int) -> dict[str, float]:
+    evaluation.decoder.codec = codec
+    row = {
+        "kl": found.nats / found.tokens,
+        "perplexity": math.exp(found.loss / found.tokens),
+        "same_token": found.agreed / found.tokens,
+    }
+    for key, size in NEEDLE_LENGTHS.items():
+        examples = [evaluation.needle_example(Random(4 * SEED + i), size) for i in range(items)]
+        row[key] = evaluation.score(examples, has_answer).value
+    geometry = evaluation.decoder.geometry
+    return row | {"bytes_per_token": codec.bytes_per_token(geometry.kv_heads, geometry.head_dim)}
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    columns = list(next(iter(rows.values())))
+    lines = ["".join([f"{'codec':<12}", *(f"{column:>17}" for column in columns)])]
+    for name, row in rows.items():
+        lines.append("".join([f"{name:<12}", *(f"{row[column]:>17.5g}" for column in columns)]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--held-out", type=Path, default=HELD_OUT)
+    parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens for KL and perplexity")
+    parser.add_argument("--items", type=int, default=24, help="items per needle row")
+    parser.add_argument("--json", type=Path, help="file to write")
+    arguments = parser.parse_args()
+    evaluation = Evaluation(arguments.checkpoint, read_held_out(arguments.held_out), "cpu", 20_000)
+    evaluation.decoder = CodedDecoder(evaluation.decoder.geometry, evaluation.decoder.weights)
+    found = divergences(evaluation, arguments.tokens)
+    rows = {name: measure_codec(evaluation, codec, found[name], arguments.items) for name, codec in CODECS.items()}
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
