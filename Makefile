@@ -16,8 +16,9 @@ TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(TORCH_CPU))
 serve: $(VENV)/.ready
 	@$(BIN)/python -m router.local $(ARGS)
 
+# idle OpenMP threads sleep: spinning ones take the cores from the programs that the tests start
 test: $(VENV)/.ready-test
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
 
 test-real: $(VENV)/.ready-test
 	$(if $(wildcard tests/e2e/vllm.py),@$(BIN)/python -m tests.e2e.vllm)
@@ -27,7 +28,7 @@ lint: $(VENV)/.ready-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 bench: $(VENV)/.ready
-	@$(BIN)/python -m tests.bench $(ARGS)
+	@$(BIN)/python -m engine.bench $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -86,6 +86,9 @@ class RouterConfig(Section):
     pool_timeout_s: float = Field(default=5.0, gt=0)
     """Longest wait for one of `max_connections`."""
 
+    pool_idle_s: float = Field(default=4.0, gt=0)
+    """A connection to an upstream that was unused for this long is closed; keep it below the upstream's own limit."""
+
     max_connections: int = Field(default=4096, ge=1)
     """Connections to all upstreams together."""
 

@@ -63,7 +63,8 @@ class QuietServer(uvicorn.Server):
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """A bound socket; raises PortError that names the flag to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only where the protocol is named
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -10,8 +10,6 @@ from httpx_aiohttp import AiohttpTransport
 from config import RouterConfig
 from router.errors import UnavailableError, UpstreamError, UpstreamTimeoutError
 
-# below the five seconds after which common servers drop an idle connection
-_IDLE_CONNECTION_S = 4.0
 _CLOSE_S = 5.0
 _AUTOMATIC_HEADERS = ("accept", "accept-encoding", "user-agent", "content-type")
 
@@ -34,6 +32,7 @@ class Transport:
             "read": None,
         }
         self._max_connections = config.max_connections
+        self._pool_idle_s = config.pool_idle_s
         self._inner = AiohttpTransport(client=self._session)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -84,7 +83,7 @@ class Transport:
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=_IDLE_CONNECTION_S),
+            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._pool_idle_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=_AUTOMATIC_HEADERS,
         )

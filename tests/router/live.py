@@ -58,6 +58,10 @@ class Connection:
         self._reader = reader
         self._writer = writer
 
+    @property
+    def peer(self) -> tuple[str, int]:
+        return self._writer.get_extra_info("peername")
+
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()

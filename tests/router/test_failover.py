@@ -1,10 +1,11 @@
 """A second upstream is tried only before the first one's headers, and only for what may be repeated."""
 
 import socket
+import time
 
 import pytest
 
-from config import Upstream
+from config import RouterConfig, Upstream
 from tests.router.live import echo, eventually
 
 CHAT = "/v1/chat/completions"
@@ -167,3 +168,22 @@ def test_dropped_idle_connection_harms_no_request(gateway, upstream, client):
 
     url = gateway(long=upstream(answer=answer_and_close)).url + CHAT
     assert [client.post(url, json=BODY).status_code for _ in range(20)] == [200] * 20
+
+
+def test_connection_idle_for_long_is_not_used_again(gateway, upstream, client):
+    """A server drops idle connections; a request that meets one of them may not be sent twice."""
+    last = {}
+
+    async def drops_idle_connections(received, connection):
+        before, last[connection.peer] = last.get(connection.peer), time.monotonic()
+        if before is not None and time.monotonic() - before > 0.4:
+            await resets(received, connection)
+        await connection.answer(200, {})
+
+    once = BODY | {"store": True}
+    url = gateway(long=upstream(answer=drops_idle_connections), pool_idle_s=0.2, **SLOW_CHECKS).url + CHAT
+    for _ in range(3):
+        assert client.post(url, json=once).status_code == 200
+        time.sleep(0.6)
+    # common servers drop theirs after five seconds
+    assert RouterConfig().pool_idle_s < 5
