@@ -25,7 +25,8 @@ class QuantizedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = quantize_rows(x)
-        return torch.cat([quantized_linear(rows, weight, self.dtype or x.dtype) for weight in self.weights], dim=-1)
+        parts = [quantized_linear(rows, weight, self.dtype or x.dtype) for weight in self.weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from engine.models.artifact import Artifact
 from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ROTATED_DIMS, MoeConfig
 from engine.models.qwen3_5 import Qwen3_5
 from engine.ops.quantized_experts import QuantizedExperts
-from engine.ops.quantized_weight import QuantizedWeight
+from engine.ops.quantized_weight import QuantizedWeight, stack_rows
 
 
 def load_artifact(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
@@ -124,7 +124,7 @@ class _Builder:
     def _linear(self, *names: str, dtype: torch.dtype | None = None) -> Linear | QuantizedLinear:
         parts = [self._read(name) for name in names]
         if isinstance(parts[0], QuantizedWeight):
-            return QuantizedLinear(tuple(parts), dtype)
+            return QuantizedLinear(tuple(stack_rows(parts)), dtype)
         return linear(torch.cat(parts).to(self._dtype))
 
     def _norm(self, name: str) -> RMSNorm:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from engine.errors import CheckpointError
 from engine.layers.attention import GatedAttention
 from engine.layers.decoder_layer import DecoderLayer
 from engine.layers.embedding import Embedding, Head
@@ -18,7 +19,6 @@ from engine.models.artifact import is_artifact
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ROTATED_DIMS, ModelConfig, MoeConfig, read_config
 from engine.models.layout import FUSED_DOWN, FUSED_GATE_UP
-from engine.models.quantized import load_artifact
 from engine.models.qwen3_5 import Qwen3_5
 
 
@@ -28,10 +28,19 @@ def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype) -
     raises  CheckpointError naming the file, field or tensor that is not as the family has it
     """
     if is_artifact(checkpoint_dir):
-        return load_artifact(checkpoint_dir, device, dtype)
+        return _load_artifact(checkpoint_dir, device, dtype)
     config = read_config(checkpoint_dir)
     with Checkpoint(checkpoint_dir, config) as checkpoint:
         return _Builder(checkpoint, config, device, dtype).model()
+
+
+def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
+    try:
+        # only here: Triton is large, and a checkpoint is served on a CPU without it
+        from engine.models.quantized import load_artifact
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"{directory} is an artifact, which needs the extra `gpu`: {error}") from error
+    return load_artifact(directory, device, dtype)
 
 
 class _Builder:

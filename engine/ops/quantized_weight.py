@@ -1,5 +1,6 @@
 """Matrices in 4 or 8 bits: how they are rounded and where each of their bytes lies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,20 @@ def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
     """return  [..., rows, columns] fp32"""
     codes, scales = unpack(weight)
     return (codes.float() * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def stack_rows(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """The matrices one above the other: those beside each other become one where bits and whole tiles allow it."""
+    stacked = [weights[0]]
+    for weight in weights[1:]:
+        last = stacked[-1]
+        if last.bits == weight.bits and last.rows % TILE_ROWS == 0:
+            pairs = (last.words, weight.words), (last.scales, weight.scales)
+            words, scales = (torch.cat(pair) for pair in pairs)
+            stacked[-1] = QuantizedWeight(words, scales, last.rows + weight.rows, weight.bits)
+        else:
+            stacked.append(weight)
+    return stacked
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

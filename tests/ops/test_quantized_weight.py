@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.ops.quantized_weight import QuantizedWeight, dequantize_weight, pack, quantize_weight, unpack
+from engine.ops.quantized_weight import QuantizedWeight, dequantize_weight, pack, quantize_weight, stack_rows, unpack
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -88,3 +88,13 @@ def test_what_cannot_be_stored_is_refused(value):
         quantize_weight(weight, 4)
     with pytest.raises(ValueError, match="multiple of 64"):
         quantize_weight(torch.ones(16, 65), 8)
+
+
+def test_stacked_rows():
+    numbers = [torch.randn(rows, 128) for rows in (32, 20, 16, 16)]
+    parts = [quantize_weight(number, bits)[0] for number, bits in zip(numbers, (8, 8, 8, 4), strict=True)]
+    stacked = stack_rows(parts)
+    # 20 rows fill no whole tile, and 8 bits do not go with 4
+    assert [(weight.rows, weight.bits) for weight in stacked] == [(52, 8), (16, 8), (16, 4)]
+    together = torch.cat([dequantize_weight(weight) for weight in stacked])
+    assert torch.equal(together, torch.cat([dequantize_weight(weight) for weight in parts]))
