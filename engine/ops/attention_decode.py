@@ -199,11 +199,12 @@ def kernel_storage(cache: PagedKV | CodedKV, head_dim: int) -> dict:
 
 
 def decode_shape(device: torch.device, rows_per_kv_head: int, value_fold: int) -> DecodeShape:
-    """Two programs on every multiprocessor; on a CPU (the interpreter) as few as exercise the loop over splits."""
+    """As many programs as run at once; on a CPU (the interpreter) as few as exercise the loop over splits."""
     if device.type != "cuda":
         return DecodeShape(block_m=16, block_n=32, num_warps=4, num_stages=1, programs=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, value_fold, 2 * processors)
+    programs = (3 if value_fold == 8 else 2) * processors
+    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, value_fold, programs)
 
 
 def decode_shape_for(capability: tuple[int, int], rows_per_kv_head: int, value_fold: int, programs: int) -> DecodeShape:

@@ -49,10 +49,14 @@ def load_planes(
         planes = (tl.load(ptrs, mask=held, other=0.0),)
     else:
         words = tl.load(ptrs)
-        groups = c // (64 // FOLD)
-        scale_ptrs = scales_ptr + tokens[:, None] * SCALE_STRIDES[1] + groups[None, :] * SCALE_STRIDES[3]
+        groups: tl.constexpr = HEAD_DIM // 64
+        group = tl.arange(0, groups)
+        # one load a scale, spread in registers: loaded once for each word, they would decide the layout of the words
+        scale_ptrs = scales_ptr + tokens[:, None] * SCALE_STRIDES[1] + group[None, :] * SCALE_STRIDES[3]
         # any word is a finite code, but a stale scale may be NaN
         scales = tl.load(scale_ptrs, mask=held, other=0.0)
+        spread = tl.broadcast_to(scales[:, :, None], [tokens.shape[0], groups, width // groups])
+        scales = tl.reshape(spread, [tokens.shape[0], width])
         if FOLD == 4:
             planes = int8_planes(words, scales, not PORTABLE)
         else:

@@ -324,7 +324,7 @@ def sweep(copy_rate):
     for name in ("bf16", "int8-g64", "rk4v4-e8"):
         for rows, block_m in ((1, 16), (4, 16), (4, 32)):
             for block_n, num_warps, num_stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3)):
-                for programs in (132, 264, 528):
+                for programs in (132, 264, 396, 528):
                     shape = DecodeShape(block_m, block_n, num_warps, num_stages, programs)
                     part = guarded(sweep_decode, CODECS[name], copy_rate, rows, shape)
                     results[f"{name} rows {rows} {shape}"] = part
