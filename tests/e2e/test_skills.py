@@ -6,12 +6,11 @@ from random import Random
 import openai
 import pytest
 
-from engine.embedded.evaluate import HELD_OUT
 from engine.embedded.skills import json_objects, needles, tool_calls
 from tests.e2e.test_serve import MODEL
+from tests.embedded.haystack import haystack
 
 LONG_TOKENS = 3_000
-ABOUT_TOKEN_CHARS = 4
 
 
 @pytest.fixture
@@ -87,18 +86,11 @@ def test_json_for_a_schema(client):
     assert valid >= 5
 
 
-@pytest.fixture(scope="module")
-def haystack():
-    texts = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    lines = [line for entry in texts if "text" in entry for line in entry["text"].split("\n")]
-    paragraphs = [line for line in lines if 40 < len(line) < 1500]
-    return needles.Haystack(paragraphs, [len(line) // ABOUT_TOKEN_CHARS for line in paragraphs])
-
-
-def test_a_fact_in_a_long_text_is_found_on_the_long_lane(stack, haystack):
+def test_a_fact_in_a_long_text_is_found_on_the_long_lane(stack):
     with openai.OpenAI(base_url=f"{stack.url}/long-context/v1", api_key="x", max_retries=0, timeout=110) as client:
+        filler = haystack()
         for seed in range(3):
-            example = needles.needle(Random(32_000_000 + seed), haystack, LONG_TOKENS, 2, 1)
+            example = needles.needle(Random(32_000_000 + seed), filler, LONG_TOKENS, 2, 1)
             reply = client.chat.completions.create(
                 model=MODEL, messages=example.messages[:-1], temperature=0, max_tokens=100
             )
