@@ -62,6 +62,12 @@ class RouterConfig(Section):
     keys_file: Path | None = None
     """TOML file of hashed API keys. Without one the gateway listens on loopback only and accepts any key."""
 
+    redis_url: SecretStr | None = None
+    """Redis that keeps the limits of keys where several gateways share them, like `redis://:PASSWORD@HOST:6379/0`."""
+
+    limits_without_redis: Literal["local", "closed"] = "local"
+    """While Redis is away, each gateway limits by its own counts, or refuses what needs a limit."""
+
     gateway_secret: SecretStr | None = None
     """Sent to the engine's server so that it trusts the tenant header."""
 
@@ -112,6 +118,13 @@ class RouterConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "json"
     """One JSON object per line, or words for a terminal."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -24,10 +24,11 @@ from router.exchange import Exchange
 from router.guard import guarded
 from router.health import HealthChecks
 from router.lane import Decision, LaneMemory, TokenRatio, Wish
+from router.limits import Limits
 from router.metrics import Metrics
 from router.models import allowed_lanes, list_models
 from router.proxy import Call, Proxy
-from router.quota import Quotas, Usage
+from router.quota import Usage, limit_headers
 from router.route import Route
 from router.transport import Transport
 from router.worker import Worker
@@ -50,7 +51,7 @@ class Gateway:
         self._auth = Auth(config.keys_file)
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
-        self._quotas = Quotas()
+        self._limits = Limits(config, self.metrics)
         self._transport = Transport(config)
         self._health = HealthChecks(config, self.workers.values(), self._transport, self.metrics)
         self._proxy = Proxy(config, self.workers, self._transport, self.metrics, self._memory, self._ratio)
@@ -67,12 +68,14 @@ class Gateway:
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
         self._say_start()
-        checks = asyncio.ensure_future(self._health.run())
+        beside = [asyncio.ensure_future(work) for work in (self._health.run(), self._limits.run())]
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        checks.cancel()
-        await asyncio.gather(checks, return_exceptions=True)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await self._transport.aclose()
+        await self._limits.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _say_start(self) -> None:
@@ -97,7 +100,7 @@ class Gateway:
                     exchange.notes["client_gone"] = True
                     self.metrics.client_gone.inc()
             finally:
-                exchange.finish()
+                await exchange.finish()
                 self._note(exchange)
 
     async def _answer_or_refuse(self, exchange: Exchange) -> None:
@@ -132,7 +135,7 @@ class Gateway:
             await _respond_json(exchange, 200, self._proxy.explain(call))
             return
         if key is not None:
-            self._take_grant(call, key)
+            await self._take_grant(call, key)
         self.metrics.decisions.labels(call.decision.lane, call.decision.reason).inc()
         await guarded(self._proxy.forward(call), _leave_with(exchange))
 
@@ -149,18 +152,16 @@ class Gateway:
         priority = key.priority if key else 0
         return Call(exchange, asked, ask, decision, body, tenant, priority, _adds_usage(asked, ask, key))
 
-    def _take_grant(self, call: Call, key: Key) -> None:
+    async def _take_grant(self, call: Call, key: Key) -> None:
         """Takes a place within the key's limits; what the request turns out to cost is charged when it finishes."""
-        exchange, tokens, conversation = call.exchange, call.decision.prompt_tokens, call.ask.conversation
-        grant = self._quotas.admit(key, tokens, conversation, time.monotonic(), time.time())
-        exchange.extra_headers = grant.headers(time.monotonic())
+        exchange = call.exchange
+        grant = await self._limits.admit(key, call.decision.prompt_tokens, call.ask.conversation)
+        exchange.extra_headers = limit_headers(key, grant.balance)
 
-        def settle() -> None:
+        async def settle() -> None:
             # a client that left before the answer may have cost its whole prompt
             is_refused = exchange.status is not None and exchange.status >= 400
-            grant.settle(_usage(exchange.counts), is_refused, time.monotonic(), time.time())
-            if not is_refused:
-                self._quotas.note_length(conversation, tokens)
+            await self._limits.settle(grant, _usage(exchange.counts), is_refused)
 
         exchange.on_finish = settle
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from router.errors import (
@@ -41,7 +41,7 @@ class Exchange:
         self.bytes_out = 0
         self.extra_headers: dict[str, str] = {}
         self.counts: dict[str, int] = {}
-        self.on_finish: Callable[[], None] | None = None
+        self.on_finish: Callable[[], Awaitable[None]] | None = None
         self.notes: dict[str, Any] = {}
 
     async def read_body(self, max_bytes: int, silence_s: float) -> bytes:
@@ -81,15 +81,15 @@ class Exchange:
         self.bytes_out += len(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Settles accounts, once. Before the last bytes leave: a client may send its next request as they arrive."""
         self.is_answered = True
         settle, self.on_finish = self.on_finish, None
         if settle is not None:
-            settle()
+            await settle()
 
     async def end(self, body: bytes = b"") -> None:
-        self.finish()
+        await self.finish()
         self.bytes_out += len(body)
         self.has_ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -83,7 +83,7 @@ class Relay:
         if events:
             self._scanner.note(events)
             if self._scanner.has_marker:
-                self._exchange.finish()
+                await self._exchange.finish()
             if kept := self._edit(events) if self._edit else events:
                 await self._send(kept)
 

@@ -1,61 +1,84 @@
+import asyncio
+
 import pytest
 
 from config import Key
 from router.errors import QuotaError
-from router.quota import DAY_S, Bucket, Quotas, Usage, span
+from router.ledger import MemoryLedger
+from router.quota import DAY_S, Usage, limit_headers, refilled, span
 
 
 def key(**limits):
     return Key(name="a", sha256="a" * 64, **limits)
 
 
-def admit(quotas, one, tokens=100, conversation=None, now=0.0, utc=0.0):
-    return quotas.admit(one, tokens, conversation, now, utc)
+class Ledger:
+    """The ledger in memory with a clock that the test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+        self._ledger = MemoryLedger(lambda: self.now)
+
+    def admit(self, one, tokens=100, conversation=None, now=None):
+        self.now = self.now if now is None else now
+        return asyncio.run(self._ledger.admit(one, tokens, conversation))
+
+    def settle(self, grant, usage=None, is_refused=False):
+        asyncio.run(self._ledger.settle(grant, usage, is_refused))
+
+    def refusal(self, *arguments, **named):
+        with pytest.raises(QuotaError) as caught:
+            self.admit(*arguments, **named)
+        return caught.value
 
 
-def refusal(*arguments, **named):
-    with pytest.raises(QuotaError) as caught:
-        admit(*arguments, **named)
-    return caught.value
+@pytest.fixture
+def ledger():
+    return Ledger()
 
 
 def test_bucket_refills_steadily_up_to_its_size():
-    bucket = Bucket(60, 0.0)
-    bucket.take(60, 0.0)
-    assert bucket.level(10.0) == 10
-    assert bucket.wait_s(20, 10.0) == pytest.approx(10)
-    assert bucket.level(1000.0) == 60
-    bucket.take(-5, 1000.0)
-    assert bucket.level(1000.0) == 60
+    assert refilled(0.0, 60, 10.0) == 10
+    assert refilled(10.0, 60, 1000.0) == 60
+    # a clock that was set back takes nothing away
+    assert refilled(10.0, 60, -5.0) == 10
 
 
-def test_a_prompt_larger_than_the_bucket_goes_into_debt_once():
-    quotas, one = Quotas(), key(prompt_tokens_per_minute=1000)
-    admit(quotas, one, 3000)
-    error = refusal(quotas, one, 1, now=60.0)
-    assert "uncached prompt tokens per minute" in str(error)
-    admit(quotas, one, 500, now=60.0 * 2.5)
+def test_a_prompt_larger_than_the_bucket_goes_into_debt_once(ledger):
+    one = key(prompt_tokens_per_minute=1000)
+    ledger.admit(one, 3000)
+    assert "uncached prompt tokens per minute" in str(ledger.refusal(one, 1, now=60.0))
+    ledger.admit(one, 500, now=60.0 * 2.5)
 
 
-def test_requests_per_minute():
-    quotas, one = Quotas(), key(requests_per_minute=2)
-    admit(quotas, one)
-    admit(quotas, one)
-    assert refusal(quotas, one).retry_after_s == 30
-    admit(quotas, one, now=30.0)
+def test_requests_per_minute(ledger):
+    one = key(requests_per_minute=2)
+    ledger.admit(one)
+    ledger.admit(one)
+    assert ledger.refusal(one).retry_after_s == 30
+    ledger.admit(one, now=30.0)
 
 
-def test_concurrent_requests_come_back_when_settled_even_under_new_limits():
-    quotas, one = Quotas(), key(concurrent_requests=1)
-    grant = admit(quotas, one)
-    assert "concurrent_requests" in str(refusal(quotas, one))
+def test_new_limit_begins_with_a_full_bucket_and_leaves_the_others(ledger):
+    one = key(requests_per_minute=1, prompt_tokens_per_minute=100)
+    ledger.admit(one, 100)
+    wider = key(requests_per_minute=2, prompt_tokens_per_minute=100)
+    assert "requests per minute" in str(ledger.refusal(one, 0))
+    assert "prompt tokens per minute" in str(ledger.refusal(wider, 100))
+    ledger.admit(wider, 0)
+
+
+def test_concurrent_requests_come_back_when_settled_even_under_new_limits(ledger):
+    one = key(concurrent_requests=1)
+    grant = ledger.admit(one)
+    assert "concurrent_requests" in str(ledger.refusal(one))
     wider = key(concurrent_requests=2)
-    second = admit(quotas, wider)
-    refusal(quotas, wider)
-    grant.settle(None, False, 0.0, 0.0)
-    second.settle(None, False, 0.0, 0.0)
-    admit(quotas, wider)
-    admit(quotas, wider)
+    second = ledger.admit(wider)
+    ledger.refusal(wider)
+    ledger.settle(grant)
+    ledger.settle(second)
+    ledger.admit(wider)
+    ledger.admit(wider)
 
 
 @pytest.mark.parametrize(
@@ -68,36 +91,34 @@ def test_concurrent_requests_come_back_when_settled_even_under_new_limits():
         (Usage(900, 0, 0), False, 100),
     ],
 )
-def test_truth_replaces_the_estimate(usage, is_refused, level):
-    quotas, one = Quotas(), key(prompt_tokens_per_minute=1000)
-    grant = admit(quotas, one, 500)
-    grant.settle(usage, is_refused, 0.0, 0.0)
-    assert grant.headers(0.0)["x-ratelimit-remaining-tokens"] == str(level)
+def test_truth_replaces_the_estimate(ledger, usage, is_refused, level):
+    one = key(prompt_tokens_per_minute=1000)
+    ledger.settle(ledger.admit(one, 500), usage, is_refused)
+    assert limit_headers(one, ledger.admit(one, 0).balance)["x-ratelimit-remaining-tokens"] == str(level)
 
 
-def test_tokens_of_a_conversation_are_estimated_as_its_growth():
-    quotas, one = Quotas(), key(prompt_tokens_per_minute=1000)
-    admit(quotas, one, 900, "c")
-    quotas.note_length("c", 900)
-    admit(quotas, one, 1000, "c")
-    assert "about 1000" in str(refusal(quotas, one, 1000, "other"))
+def test_tokens_of_a_conversation_are_estimated_as_its_growth(ledger):
+    one = key(prompt_tokens_per_minute=1000)
+    ledger.settle(ledger.admit(one, 900, "c"))
+    ledger.settle(ledger.admit(one, 1000, "c"), is_refused=True)
+    # what was refused was not computed, so its length is not known
+    assert ledger.admit(one, 1000, "c").tokens == 100
+    assert "about 1000" in str(ledger.refusal(one, 1000, "other"))
 
 
-def test_day_is_utc_and_counts_output():
-    quotas, one = Quotas(), key(tokens_per_day=1000)
-    admit(quotas, one, 400).settle(Usage(400, 0, 600), False, 0.0, 0.0)
-    error = refusal(quotas, one, 1, utc=DAY_S - 10.0)
+def test_day_is_utc_and_counts_output(ledger):
+    one = key(tokens_per_day=1000)
+    ledger.settle(ledger.admit(one, 400), Usage(400, 0, 600))
+    assert ledger.refusal(one, 1, now=100.0).retry_after_s == 60
+    error = ledger.refusal(one, 1, now=DAY_S - 10.0)
     assert (error.retry_after_s, error.is_retry_useful) == (10, False)
-    assert refusal(quotas, one, 1, utc=100.0).retry_after_s == 60
-    admit(quotas, one, 1, utc=DAY_S + 1.0)
+    ledger.admit(one, 1, now=DAY_S + 1.0)
 
 
-def test_headers_tell_the_limits_that_there_are():
-    quotas = Quotas()
-    assert admit(quotas, key()).headers(0.0) == {}
-    quotas = Quotas()
-    told = admit(quotas, key(requests_per_minute=2, prompt_tokens_per_minute=1000), 250).headers(0.0)
-    assert told == {
+def test_headers_tell_the_limits_that_there_are(ledger):
+    assert limit_headers(key(), ledger.admit(key()).balance) == {}
+    one = key(requests_per_minute=2, prompt_tokens_per_minute=1000)
+    assert limit_headers(one, ledger.admit(one, 250).balance) == {
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "1",
         "x-ratelimit-reset-requests": "30s",
