@@ -1,6 +1,7 @@
 """The engine's public face: tokens in, tokens out. Importing it does not import torch."""
 
 from engine.client import Engine, EngineClient
+from engine.constraint import check_constraint
 from engine.errors import (
     CapacityError,
     CheckpointError,
@@ -13,6 +14,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.request import (
+    Constraint,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -25,6 +27,7 @@ from engine.request import (
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "Constraint",
     "ContextLengthError",
     "Engine",
     "EngineClient",
@@ -41,4 +44,5 @@ __all__ = [
     "TokenEvent",
     "TokenLogprob",
     "UnavailableError",
+    "check_constraint",
 ]

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from config import EngineConfig
 from engine.child import ChildProcess
-from engine.errors import EngineDiedError, EngineError, QueueFullError, RequestError
+from engine.errors import EngineDiedError, EngineError, QueueFullError, RequestError, SamplingError
 from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
 from engine.token_stream import TokenStream
@@ -267,9 +267,9 @@ class EngineClient:
                 for event in events:
                     if stream := self._streams.get(event.request_id):
                         stream.put(event)
-            case Answer(request_id=request_id, queue_full=refusal):
+            case Answer(request_id=request_id):
                 if stream := self._streams.get(request_id):
-                    stream.admit() if refusal is None else stream.fail(QueueFullError(refusal))
+                    _answer(stream, message)
 
     def _is_busy(self) -> bool:
         return any(not stream.is_finished for stream in self._streams.values())
@@ -306,6 +306,15 @@ class EngineClient:
             "closed": f"the engine is closed: {_last_line(self._end)}",
         }
         return EngineDiedError(texts.get(self._state, "the engine is not ready"), self._retry_after_s())
+
+
+def _answer(stream: TokenStream, answer: Answer) -> None:
+    if answer.queue_full is not None:
+        stream.fail(QueueFullError(answer.queue_full))
+    elif answer.refused is not None:
+        stream.fail(SamplingError(*answer.refused))
+    else:
+        stream.admit()
 
 
 def _last_line(text: str) -> str:

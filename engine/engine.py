@@ -1,7 +1,10 @@
 """The loop's body: schedule, run, update."""
 
 import secrets
+from dataclasses import replace
 
+from engine.constraint import Constraints
+from engine.errors import QueueFullError
 from engine.model_runner import ModelRunner
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -10,10 +13,11 @@ from engine.scheduler import Scheduler
 class EngineCore:
     """Requests in, events out, one step at a time. Lives in the engine process, on one thread."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: ModelRunner, constraints: Constraints) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._constraints = constraints
         self._aborted: list[TokenEvent] = []
 
     @property
@@ -21,14 +25,20 @@ class EngineCore:
         return not self._scheduler.has_requests and not self._aborted
 
     def add(self, request: Request) -> None:
-        """Takes a request that check_request has passed. raises QueueFullError"""
+        """Takes a request that check_request has passed. raises QueueFullError, SamplingError"""
         seed = request.sampling.seed
-        self._scheduler.add(request, secrets.randbits(63) if seed is None else seed)
+        self._constraints.add(request)
+        try:
+            self._scheduler.add(request, secrets.randbits(63) if seed is None else seed)
+        except QueueFullError:
+            self._constraints.remove(request.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """What the request held is free at once; its last event comes with the next step."""
         if event := self._scheduler.abort(request_id):
             self._aborted.append(event)
+            self._constraints.remove(request_id)
 
     def step(self) -> list[TokenEvent]:
         """At most one chunk of prompt tokens, and one round of tokens for every request that decodes."""
@@ -37,7 +47,7 @@ class EngineCore:
         if schedule.is_empty:
             return events
         outcomes = self._runner.run(schedule)
-        return events + self._scheduler.update(schedule, outcomes)
+        return events + [self._closed(event) for event in self._scheduler.update(schedule, outcomes)]
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
@@ -45,3 +55,11 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Asserts that nothing is held by a request that is gone."""
         self._scheduler.check_integrity()
+        assert self._scheduler.has_requests or not len(self._constraints), "a constraint outlived its request"
+
+    def _closed(self, event: TokenEvent) -> TokenEvent:
+        """A finished request leaves its constraint. If that gave out, the output is cut short, not complete."""
+        if event.finish_reason is None:
+            return event
+        matcher = self._constraints.remove(event.request_id)
+        return replace(event, finish_reason="abort") if matcher is not None and matcher.has_failed else event

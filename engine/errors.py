@@ -43,6 +43,7 @@ class SamplingError(RequestError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param} {message}")
         self.param = param
+        self.reason = message
 
 
 class UnavailableError(EngineError):

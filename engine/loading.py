@@ -10,6 +10,7 @@ from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache
 from engine.capacity import Capacity, check_fits, choose_capacity, free_host_bytes
+from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.errors import CapacityError
 from engine.model_runner import ModelRunner
@@ -40,8 +41,9 @@ def load_engine(config: EngineConfig) -> EngineCore:
         max_num_requests=config.max_num_requests,
         kv_cache_tokens=capacity.kv_cache_tokens,
     )
-    runner = _build_runner(model, capacity, info, device, dtype)
-    return EngineCore(info, _build_scheduler(config, capacity, info), runner)
+    constraints = Constraints(checkpoint_dir, model.config.vocab_size)
+    runner = _build_runner(model, capacity, info, constraints, device, dtype)
+    return EngineCore(info, _build_scheduler(config, capacity, info), runner, constraints)
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -65,7 +67,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _build_runner(
-    model: Qwen3_5, capacity: Capacity, info: EngineInfo, device: torch.device, dtype: torch.dtype
+    model: Qwen3_5,
+    capacity: Capacity,
+    info: EngineInfo,
+    constraints: Constraints,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> ModelRunner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
     # the same classes on the meta device say what they would take, without taking it
@@ -74,7 +81,7 @@ def _build_runner(
     check_fits(capacity, KVCache(model.config, 1, meta, dtype).num_bytes, fixed, _free_bytes(device))
     kv = KVCache(model.config, capacity.num_blocks, device, dtype)
     states = StateCache(model.config, slots, device)
-    sampler = Sampler(vocab, slots, device)
+    sampler = Sampler(vocab, slots, device, constraints)
     return ModelRunner(model, kv, states, sampler, BlockTables(slots, capacity.num_blocks, device), info.num_drafts)
 
 

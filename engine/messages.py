@@ -21,10 +21,11 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The engine's word on one Submit: taken, or the queue is full."""
+    """The engine's word on one Submit: taken, or the queue is full, or (parameter, reason) of what cannot be done."""
 
     request_id: str
     queue_full: str | None = None
+    refused: tuple[str, str] | None = None
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

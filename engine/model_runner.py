@@ -94,7 +94,8 @@ class ModelRunner:
         found, first = {}, 0
         for span in spans:
             token_ids = accept(span.state.draft_token_ids, list(islice(chosen, span.num_sampled)))
-            self._sampler.observe(span.state.slot, token_ids, span.state.request.sampling)
+            request = span.state.request
+            self._sampler.observe(span.state.slot, token_ids, request.sampling, request.request_id)
             found[span.state.slot] = Choice(token_ids, _logprobs(logits[first:], token_ids, span.state))
             first += span.num_sampled
         return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from config import EngineConfig
-from engine.errors import CapacityError, CheckpointError, QueueFullError
+from engine.errors import CapacityError, CheckpointError, QueueFullError, SamplingError
 from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit, decode_to_engine, encode
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def _receive(engine: "EngineCore", socket: zmq.Socket) -> None:
                     answer = Answer(request.request_id)
                 except QueueFullError as error:
                     answer = Answer(request.request_id, queue_full=str(error))
+                except SamplingError as error:
+                    answer = Answer(request.request_id, refused=(error.param, error.reason))
                 _send(socket, answer)
             case Abort(request_id=request_id):
                 engine.abort(request_id)

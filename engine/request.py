@@ -8,6 +8,19 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output has to be.
+
+    grammar     of its text from the first token on, the thought included, in llguidance's form of Lark; a stop id is
+                possible only where the grammar may end
+    param       the field of the client's request that it was made of, for errors
+    """
+
+    grammar: str
+    param: str = "constraint"
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Neutral values mean off; the server fills in a checkpoint's own defaults.
 
@@ -17,7 +30,7 @@ class SamplingParams:
     logprobs            None: none; n: the chosen token's and the n most likely ones', of the distribution before
                         temperature and truncation
     stop_token_ids      the token that stops is not part of the output
-    min_tokens          stop ids are not sampled before this many output tokens
+    min_tokens          stop ids are not sampled before this many output tokens, unless a constraint allows nothing else
     """
 
     max_tokens: int
@@ -33,6 +46,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ the rows beside it, nor on the step, nor on whether the row verified a draft or 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.constraint import Constraints, Mask
 from engine.request import SamplingParams, TokenLogprob
 
 # tokens that are ranked first when top-p stands alone; the whole vocabulary only if their mass does not reach it
@@ -23,6 +25,7 @@ class SamplingRow:
     """For whom a row of logits is sampled.
 
     slot           where the request's token counts lie
+    request_id     by which its constraint is found, if it has one
     position       of the token to be chosen, from the prompt's start
     num_outputs    output tokens before it
     draft_token_ids   those of them that are drafts, not yet in the counts
@@ -34,19 +37,24 @@ class SamplingRow:
     position: int
     num_outputs: int
     draft_token_ids: tuple[int, ...] = ()
+    request_id: str = ""
 
 
 class Sampler:
-    """Holds, per slot, the counts that penalties need; everything else is a function of its arguments.
+    """Holds, per slot, the counts that penalties need, and looks at the running requests' constraints; everything else
+    is a function of its arguments.
 
     counts     [slots, vocab] int32   output tokens so far
     in_prompt  [slots, vocab] bool
     """
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, num_slots: int, device: torch.device, constraints: Constraints | None = None
+    ) -> None:
         self._counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
         self._device = device
+        self._constraints = constraints
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +67,10 @@ class Sampler:
             self._in_prompt[slot] = False
             self._in_prompt[slot, torch.tensor(prompt_token_ids, device=self._device)] = True
 
-    def observe(self, slot: int, token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Counts tokens that became part of the output."""
+    def observe(self, slot: int, token_ids: Sequence[int], sampling: SamplingParams, request_id: str = "") -> None:
+        """Counts tokens that became part of the output, and moves the request's constraint past them."""
+        if self._constraints is not None and (matcher := self._constraints.get(request_id)):
+            matcher.advance(token_ids)
         if has_penalties(sampling):
             ids = torch.tensor(token_ids, device=self._device)
             self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
@@ -79,11 +89,16 @@ class Sampler:
         return token_ids
 
     def _adjust(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Penalties, then logit bias, then stop ids that are still too early."""
+        """Penalties, then logit bias, then stop ids that are still too early, then what constraints rule out."""
+        masks = self._masks(rows)
         penalised = [index for index, row in enumerate(rows) if has_penalties(row.sampling)]
         biased = [index for index, row in enumerate(rows) if row.sampling.logit_bias]
-        early = [index for index, row in enumerate(rows) if row.num_outputs < row.sampling.min_tokens]
-        if not (penalised or biased or early):
+        early = [
+            index
+            for index, row in enumerate(rows)
+            if row.num_outputs < row.sampling.min_tokens and not (index in masks and masks[index].must_end)
+        ]
+        if not (penalised or biased or early or masks):
             return logits
         logits = logits.clone()
         if penalised:
@@ -93,7 +108,18 @@ class Sampler:
             logits[index, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=self._device)
         for index in early:
             logits[index, list(rows[index].sampling.stop_token_ids)] = -torch.inf
+        if masks:
+            words = torch.from_numpy(np.stack([mask.words for mask in masks.values()])).to(self._device)
+            logits[list(masks)] = logits[list(masks)].masked_fill(~unpack(words, logits.shape[-1]), -torch.inf)
         return logits
+
+    def _masks(self, rows: Sequence[SamplingRow]) -> dict[int, Mask]:
+        """Those of the rows whose requests have a constraint and whose drafts keep to it."""
+        if self._constraints is None:
+            return {}
+        found = ((index, self._constraints.get(row.request_id), row) for index, row in enumerate(rows))
+        masks = ((index, matcher.mask(row.draft_token_ids)) for index, matcher, row in found if matcher is not None)
+        return {index: mask for index, mask in masks if mask is not None}
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         slots = [row.slot for row in rows]
@@ -135,6 +161,16 @@ class Sampler:
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+
+def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """One bool per id: bit i % 32 of word i // 32.
+
+    words   [rows, at least vocab_size / 32] int32
+    return  [rows, vocab_size] bool
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> bits) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def has_penalties(sampling: SamplingParams) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from engine.constraint import check_constraint
 from engine.errors import ContextLengthError, RequestError, SamplingError
 from engine.request import EngineInfo, Request, SamplingParams
 
@@ -39,6 +40,10 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise SamplingError("stop_token_ids", f"must lie between 0 and {vocab_size - 1}, got {token_id}")
+    if params.constraint is not None:
+        check_constraint(params.constraint)
+        if not params.stop_token_ids:
+            raise SamplingError(params.constraint.param, "needs a stop id, since its output has to end")
 
 
 def _check_range(name: str, value: float) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache
+from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.model_runner import ModelRunner
 from engine.models.weights import load_model
@@ -172,7 +173,8 @@ class Parts:
 def build(checkpoint_dir, num_drafts=3, num_slots=2):
     parts = Parts(checkpoint_dir, num_drafts, num_slots)
     info = EngineInfo(str(checkpoint_dir), 512, parts.model.config.num_ids, "cpu", num_drafts, num_slots, 512)
-    return EngineCore(info, parts.scheduler, parts.runner), parts
+    constraints = Constraints(checkpoint_dir, parts.model.config.vocab_size)
+    return EngineCore(info, parts.scheduler, parts.runner, constraints), parts
 
 
 def rms1(x, weight):

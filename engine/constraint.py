@@ -1,0 +1,204 @@
+"""Grammars that outputs have to match, as masks over the vocabulary. Plain data in and out, no torch.
+
+The library is llguidance. Per token of a JSON answer over the family's 248,077 tokens it took 17 µs at the median and
+xgrammar 11 to 20 µs; a new schema cost 1.4 ms against 93 ms. That decided it, and its regular expressions: a lazy
+terminal with a complement says exactly where a free text ends, so the text itself stays free (6 µs a token, 3 ms right
+after a `<`). Over the embedded 8,192 tokens both stay below 10 µs. (2026-11-30, one of two shared x86-64 cores, Python
+3.11, llguidance 1.9.1, xgrammar 0.2.9.)
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, normalizers
+
+from engine.errors import SamplingError
+from engine.request import Constraint, Request
+
+TOKENIZER_FILE = "tokenizer.json"
+
+log = logging.getLogger("longlane.engine")
+
+
+def check_constraint(constraint: Constraint) -> None:
+    """raises  SamplingError that names the request's field and what the grammar may not contain"""
+    if refusal := _refusal(constraint.grammar):
+        raise SamplingError(constraint.param, f"cannot be applied: {refusal}")
+
+
+# a request is checked before its prompt is tokenised and again when it is submitted, for each of its choices
+@functools.lru_cache(maxsize=64)
+def _refusal(grammar: str) -> str:
+    """Why a grammar cannot be compiled; empty when it can."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+    return _first_lines(messages[0]) if is_error else ""
+
+
+def _first_lines(message: str) -> str:
+    """The message without its place in, and its copy of, the grammar, which the client did not write."""
+    text = message.partition("\n   1 |")[0]
+    return text.partition("failed to compile JSON schema: ")[2] or text
+
+
+class ByteVocabulary:
+    """What every token id spells, in the form in which llguidance asks for it.
+
+    tokens             bytes by id; empty for ids that spell nothing
+    special_token_ids  control tokens, which are never text
+    """
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        # an id of its own, since the ids that end an output differ between requests
+        self.eos_token_id = vocab_size
+        self.tokens = [b""] * (vocab_size + 1)
+        self.special_token_ids = [vocab_size]
+        # text that is forced must come out as it is
+        tokenizer.normalizer = normalizers.Sequence([])
+        self._tokenizer = tokenizer
+        byte_of = byte_alphabet()
+        for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+            self.tokens[token_id] = b"".join(byte_of.get(char) or char.encode() for char in piece)
+        for token_id, token in tokenizer.get_added_tokens_decoder().items():
+            self.tokens[token_id] = token.content.encode()
+            if token.special:
+                self.special_token_ids.append(token_id)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def byte_alphabet() -> dict[str, bytes]:
+    """The printable character that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    return alphabet | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+def load_vocabulary(checkpoint_dir: Path, vocab_size: int) -> LLTokenizer:
+    """raises  OSError, ValueError when the checkpoint has no tokenizer.json that spells its ids in bytes"""
+    text = (checkpoint_dir / TOKENIZER_FILE).read_text()
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{checkpoint_dir / TOKENIZER_FILE} is not a tokenizer: {error}") from error
+    num_ids = max(tokenizer.get_vocab().values()) + 1
+    if num_ids > vocab_size:
+        raise ValueError(f"{TOKENIZER_FILE} has {num_ids} ids, the model {vocab_size}")
+    return LLTokenizer(ByteVocabulary(tokenizer, vocab_size))
+
+
+class Matcher:
+    """One request's place in its grammar. Only tokens that stand advance it; drafts are looked at and taken back."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._end = vocab_size
+        self._stops = frozenset(stop_token_ids)
+        self._masks: dict[tuple[int, ...], Mask] = {}
+        self.has_failed = False
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Takes over output tokens, up to the one that ends the output."""
+        kept = self._before_stop(token_ids)
+        self._masks.clear()
+        if self._matcher.try_consume_tokens(kept) < len(kept):
+            self._fail("a token that it had allowed was refused")
+
+    def mask(self, draft_token_ids: tuple[int, ...]) -> "Mask | None":
+        """What may follow the output and these drafts; None where the drafts themselves may not, so that whatever is
+        chosen after them is dropped."""
+        if draft_token_ids not in self._masks:
+            self._masks[draft_token_ids] = self._look(draft_token_ids)
+        return self._masks[draft_token_ids]
+
+    def _look(self, draft_token_ids: tuple[int, ...]) -> "Mask | None":
+        kept = self._before_stop(draft_token_ids)
+        if len(kept) < len(draft_token_ids) or self._matcher.validate_tokens(kept) < len(kept):
+            return None
+        self._matcher.consume_tokens(kept)
+        mask = self._compute()
+        self._matcher.rollback(len(kept))
+        return mask
+
+    def _before_stop(self, token_ids: Sequence[int]) -> list[int]:
+        end = next((index for index, token_id in enumerate(token_ids) if token_id in self._stops), len(token_ids))
+        return list(token_ids[:end])
+
+    def _compute(self) -> "Mask":
+        words = np.zeros(self._end // 32 + 1, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        bits = words.view(np.uint32)
+        for token_id in (self._end, *self._stops):
+            bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        must_end = not bits.any()
+        if must_end or self._matcher.is_accepting():
+            for token_id in self._stops:
+                bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return Mask(words, must_end)
+
+    def _fail(self, reason: str) -> None:
+        if not self.has_failed:
+            log.error("a constraint gave out in the middle of an output: %s", reason.partition("\n")[0])
+        self.has_failed = True
+
+
+class Mask:
+    """words  [vocab // 32 + 1] int32: bit i % 32 of word i // 32 says whether id i may come next
+    must_end  nothing but a stop id may
+    """
+
+    __slots__ = ("must_end", "words")
+
+    def __init__(self, words: np.ndarray, must_end: bool) -> None:
+        self.words = words
+        self.must_end = must_end
+
+
+class Constraints:
+    """The matchers of the requests that have a constraint. The vocabulary is read when the first of them comes, which
+    takes seconds once."""
+
+    def __init__(self, checkpoint_dir: Path, vocab_size: int) -> None:
+        self._checkpoint_dir = checkpoint_dir
+        self._vocab_size = vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._matchers: dict[str, Matcher] = {}
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def add(self, request: Request) -> None:
+        """Compiles the request's grammar, if it has one. raises SamplingError"""
+        constraint = request.sampling.constraint
+        if constraint is None:
+            return
+        stops = request.sampling.stop_token_ids
+        matcher = LLMatcher(self._spellings(constraint), LLMatcher.grammar_from_lark(constraint.grammar))
+        if matcher.is_error():
+            raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
+        self._matchers[request.request_id] = Matcher(matcher, self._vocab_size, stops)
+
+    def get(self, request_id: str) -> Matcher | None:
+        return self._matchers.get(request_id)
+
+    def remove(self, request_id: str) -> Matcher | None:
+        """The request is gone; what it had is returned."""
+        return self._matchers.pop(request_id, None)
+
+    def _spellings(self, constraint: Constraint) -> LLTokenizer:
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = load_vocabulary(self._checkpoint_dir, self._vocab_size)
+            except (OSError, ValueError) as error:
+                raise SamplingError(constraint.param, f"needs the tokens' spelling: {error}") from error
+        return self._vocabulary

@@ -1,0 +1,252 @@
+"""Constraints through real engines: what comes out keeps to the grammar, whatever the model would rather say."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.constraint import Constraints, byte_alphabet, check_constraint
+from engine.errors import SamplingError
+from engine.loading import EMBEDDED_DIR
+from engine.request import Constraint, EngineInfo
+from engine.validation import check_request
+from tests.engine.checkpoints import MOE, Geometry, write_checkpoint
+from tests.engine.runtime import drain, engine, generate, request
+
+GEOMETRY = Geometry(vocab_size=320)
+END, ALSO_END = 310, 311
+ADDED = {END: "<|im_end|>", ALSO_END: "<|endoftext|>", 312: "<tool_call>", 313: "</tool_call>", 315: "</think>"}
+MERGES = ['" :', "t r", "tr ue", "u e", "} }", "a b", "< /", '{ "']
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog", "é\n"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "note": {"type": "string", "maxLength": 6},
+    },
+    "required": ["kind", "count", "flags", "note"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+JSON = f"start: json\njson: %json {json.dumps(SCHEMA)}\n"
+AFTER_THOUGHT = f"start: thought json\nthought[lazy]: /(?s:.*)<\\/think>/\njson: %json {json.dumps(SCHEMA)}\n"
+
+
+def write_tokenizer(directory):
+    """Bytes, a few merges, and added tokens at the family's kind of ids."""
+    vocab = {char: ord(byte) for char, byte in byte_alphabet().items()}
+    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    for pair in sorted(merges, key=lambda pair: len("".join(pair))):
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, sorted(merges, key=lambda pair: len("".join(pair)))))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {token_id: f"<|unused_{token_id}|>" for token_id in range(len(vocab), END)} | {314: "<think>"} | ADDED
+    for _, name in sorted(names.items()):
+        tokenizer.add_tokens([AddedToken(name, special=name.startswith("<|"), normalized=False)])
+    assert tokenizer.token_to_id("</think>") == 315
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def random_dir(tmp_path_factory):
+    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), MOE, GEOMETRY))
+
+
+def start(directory, num_drafts):
+    return engine(directory, num_drafts=num_drafts, kv_cache_tokens=8192, max_num_requests=4)
+
+
+@pytest.fixture(scope="module", params=[0, 3])
+def core(request, random_dir):
+    return start(random_dir, request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_dir):
+    return Tokenizer.from_file(str(random_dir / "tokenizer.json"))
+
+
+def constrained(name, grammar=JSON, prompt=(1, 2, 3), **sampling):
+    fields = {"max_tokens": 300, "stop_token_ids": (END,), "constraint": Constraint(grammar, "response_format")}
+    return request(name, prompt, **fields | sampling)
+
+
+def spell(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def check_value(value):
+    assert list(value) == ["kind", "count", "flags", "note"]
+    assert value["kind"] in ("cat", "dog", "é\n")
+    assert type(value["count"]) is int and 0 <= value["count"] <= 99
+    assert len(value["flags"]) <= 3 and all(type(flag) is bool for flag in value["flags"])
+    assert len(value["note"]) <= 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_random_model_writes_what_the_schema_says(core, tokenizer, temperature):
+    for seed in range(0, 12, 4):
+        asked = [
+            constrained(f"{seed + i}", prompt=(seed, i), temperature=temperature, seed=seed + i, top_p=1 - i / 10)
+            for i in range(4)
+        ]
+        for each in asked:
+            core.add(each)
+        for output in drain(core).values():
+            assert output.finish_reason == "stop"
+            check_value(json.loads(spell(tokenizer, output.token_ids)))
+
+
+def test_drafts_change_no_token(random_dir):
+    plain, drafting = start(random_dir, 0), start(random_dir, 3)
+    wanted = [
+        constrained(str(seed), prompt=(seed,), temperature=seed % 3 / 2, seed=seed, presence_penalty=seed % 2)
+        for seed in range(5)
+    ]
+    wanted += [constrained("thought", AFTER_THOUGHT, temperature=1.0, seed=1)]
+    wanted += [request("free", (4, 5), temperature=1.0, seed=3, max_tokens=60)]
+    for each in wanted:
+        assert generate(plain, each) == generate(drafting, each)
+    assert generate(plain, *wanted) == generate(drafting, *wanted)
+    assert drafting.stats().num_accepted_tokens > 0
+
+
+def test_a_thought_is_free_and_the_rest_is_not(core, tokenizer):
+    # a bias makes the model close its thought sooner or later
+    asked = [
+        constrained(str(seed), AFTER_THOUGHT, temperature=1.5, seed=seed, logit_bias={315: 4.0}) for seed in range(8)
+    ]
+    for each in asked:
+        core.add(each)
+    outputs = drain(core)
+    thoughts = set()
+    for output in outputs.values():
+        thought, _, answer = spell(tokenizer, output.token_ids).partition("</think>")
+        thoughts.add(thought)
+        assert output.finish_reason == "stop"
+        check_value(json.loads(answer))
+    assert len(thoughts) > 4
+
+
+def test_neighbours_are_left_alone(core):
+    free = request("free", (7, 8, 9), temperature=1.0, seed=2, max_tokens=40)
+    alone = generate(core, free)
+    assert generate(core, constrained("a", temperature=1.0, seed=1), free)[1] == alone[0]
+
+
+def test_the_output_ends_only_where_the_grammar_may(core, tokenizer):
+    grammar = 'start: "ab" ("ab")*\n'
+    both = (END, ALSO_END)
+    bias = {END: 100, ALSO_END: 100}
+    early = constrained("early", grammar, stop_token_ids=both, logit_bias=bias)
+    assert spell(tokenizer, generate(core, early)[0]) == "ab"
+    late = constrained("late", grammar, stop_token_ids=both, logit_bias=bias, min_tokens=3)
+    assert spell(tokenizer, generate(core, late)[0]) == "ababab"
+    # nothing may follow: the minimum gives way
+    whole = constrained("whole", 'start: "ab"\n', min_tokens=9)
+    assert spell(tokenizer, generate(core, whole)[0]) == "ab"
+
+
+def test_a_limit_cuts_and_closes_nothing(core, tokenizer):
+    core.add(constrained("cut", max_tokens=5))
+    output = drain(core)["cut"]
+    assert output.finish_reason == "length" and len(output.token_ids) == 5
+    with pytest.raises(ValueError):
+        json.loads(spell(tokenizer, output.token_ids))
+
+
+def test_text_that_is_forced_comes_as_its_own_tokens(core, tokenizer):
+    made = generate(core, constrained("frame", 'start: "<tool_call>\\nab"\n'))[0]
+    assert made == [
+        312,
+        10,
+        tokenizer.token_to_id("ab"),
+    ]
+
+
+def test_logprobs_are_numbers(core):
+    core.add(constrained("a", logprobs=3, temperature=1.0, seed=1))
+    output = drain(core)["a"]
+    assert len(output.logprobs) == len(output.token_ids) > 0
+    assert all(-1e4 < entry.logprob <= 0 for entry in output.logprobs)
+
+
+def test_an_abort_leaves_no_matcher(random_dir):
+    core = start(random_dir, 3)
+    for name in "abcdef":
+        core.add(constrained(name, temperature=1.0, seed=1))
+    core.step()
+    for name in "abcdef":
+        core.abort(name)
+    assert all(output.finish_reason == "abort" for output in drain(core).values())
+    assert len(core._constraints) == 0
+
+
+def test_a_constraint_that_gives_out_cuts_the_output(core, monkeypatch):
+    core.add(constrained("a", temperature=1.0, seed=1))
+    core.step()
+    monkeypatch.setattr(core._constraints.get("a"), "has_failed", True)
+    assert drain(core)["a"].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    "grammar, word",
+    [
+        ('start: json\njson: %json {"not": {"type": "string"}}\n', '"not"'),
+        ('start: json\njson: %json {"type": "string", "pattern": "(?=a)b"}\n', "look-ahead"),
+        ('start: json\njson: %json {"$ref": "#/$defs/x"}\n', "/$defs/x"),
+        ("start: nowhere\n", "nowhere"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_its_reason(grammar, word):
+    info = EngineInfo("dir", 2048, 320, "cpu", 0, 4, 2048)
+    with pytest.raises(SamplingError, match="response_format cannot be applied") as caught:
+        check_request(constrained("a", grammar), info)
+    assert word in str(caught.value) and "%json" not in str(caught.value)
+    assert caught.value.param == "response_format"
+
+
+def test_a_constraint_needs_an_end():
+    with pytest.raises(SamplingError, match="needs a stop id"):
+        check_request(constrained("a", stop_token_ids=()), EngineInfo("dir", 2048, 320, "cpu", 0, 4, 2048))
+    check_constraint(Constraint(JSON))
+
+
+def test_a_checkpoint_without_spellings_refuses_constraints(tmp_path):
+    constraints = Constraints(tmp_path, 320)
+    with pytest.raises(SamplingError, match=r"tokenizer\.json"):
+        constraints.add(constrained("a"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SamplingError, match="is not a tokenizer"):
+        constraints.add(constrained("a"))
+    constraints.add(request("b", (1,)))
+    assert len(constraints) == 0
+
+
+@pytest.fixture(scope="module", params=[0, 3])
+def trained(request):
+    config = {"kv_cache_tokens": 8192, "max_num_requests": 4, "num_drafts": request.param}
+    return engine(EMBEDDED_DIR, **config)
+
+
+def test_the_trained_model_at_a_high_temperature(trained):
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_DIR / "tokenizer.json"))
+    text = "<|im_start|>user\nDescribe an animal as JSON.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    ends = (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
+    for head, grammar in ((text, AFTER_THOUGHT), (text + "\n</think>\n\n", JSON)):
+        prompt = tokenizer.encode(head).ids
+        for seed in range(4):
+            bias = {tokenizer.token_to_id("</think>"): 5.0}
+            name = f"{seed}"
+            trained.add(
+                constrained(
+                    name, grammar, prompt, temperature=1.5, seed=seed, stop_token_ids=ends, logit_bias=bias,
+                    max_tokens=600,
+                )
+            )  # fmt: skip
+        for output in drain(trained).values():
+            assert output.finish_reason == "stop"
+            check_value(json.loads(spell(tokenizer, output.token_ids).rpartition("</think>")[2]))
