@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from engine.convert.convert import convert
+from engine.errors import CheckpointError
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
+from engine.models.artifact import MANIFEST_FILE
 from engine.models.weights import load_model
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
@@ -87,3 +89,9 @@ def test_decode_follows_prefill(profile, tmp_path):
     runner.prefill(TOKEN_IDS[:10])
     decoded = runner.decode(TOKEN_IDS[10:], start=10)
     assert relative_error(decoded, prefilled[10:]) < CLOSE
+
+
+def test_an_artifact_is_refused_on_a_gpu_until_its_kernels_are_proved(tmp_path):
+    (tmp_path / MANIFEST_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match="set device to cpu"):
+        load_model(tmp_path, torch.device("cuda"), torch.bfloat16)
