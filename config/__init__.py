@@ -3,10 +3,11 @@
 from config.engine import EngineConfig
 from config.keys import Key, KeyRing, load_keys
 from config.load import ConfigError, load, split_flags, usage
-from config.router import Lane, RouterConfig, Upstream
+from config.router import Alias, Lane, RouterConfig, Upstream
 from config.server import ServerConfig
 
 __all__ = [
+    "Alias",
     "ConfigError",
     "EngineConfig",
     "Key",

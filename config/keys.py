@@ -27,7 +27,7 @@ class Key(Section):
     """Lanes it may use."""
 
     models: tuple[str, ...] = ()
-    """Model names it may use; all when empty."""
+    """Model names it may use, `*` standing for any text; all when empty."""
 
     requests_per_minute: int | None = Field(default=None, ge=1)
     prompt_tokens_per_minute: int | None = Field(default=None, ge=1)

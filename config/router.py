@@ -23,7 +23,13 @@ class Upstream(Section):
     """Bearer key that the gateway presents to this upstream."""
 
     models: tuple[str, ...] = ()
-    """Model names it serves; read from its `/v1/models` when empty."""
+    """Model names it serves, `*` standing for any text; read from its `/v1/models` when empty."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the requests that it gets beside the other upstreams of its lane."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Tokens up to which it gets requests, where that is less than its own limit."""
 
     heartbeats: bool = False
     """The upstream sends none of its own, so the gateway puts comments between its events."""
@@ -34,6 +40,16 @@ class Upstream(Section):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} must start with http:// or https://")
         return url.rstrip("/").removesuffix("/v1")
+
+
+class Alias(Section):
+    """A name that clients use for a model of another name."""
+
+    name: str = Field(min_length=1, max_length=256)
+    """`*` stands for any text."""
+
+    model: str = Field(min_length=1)
+    """A name that upstreams serve, or `auto`."""
 
 
 class RouterConfig(Section):
@@ -58,6 +74,12 @@ class RouterConfig(Section):
     vllm_key: SecretStr | None = None
     upstreams: tuple[Upstream, ...] = ()
     """Any number of upstreams, in place of `long_url` and `vllm_url`."""
+
+    aliases: tuple[Alias, ...] = ()
+    """Names that stand for models of other names; the upstream is asked for the model by its own name."""
+
+    auto_models: tuple[str, ...] = ()
+    """Models that the name `auto` may stand for, `*` for every one; without any there is no model `auto`."""
 
     keys_file: Path | None = None
     """TOML file of hashed API keys. Without one the gateway listens on loopback only and accepts any key."""

@@ -27,6 +27,7 @@ from router.lane import Decision, LaneMemory, TokenRatio, Wish
 from router.limits import Limits
 from router.metrics import Metrics
 from router.models import allowed_lanes, list_models
+from router.names import resolve
 from router.proxy import Call, Proxy
 from router.quota import Usage, limit_headers
 from router.route import Route
@@ -168,15 +169,19 @@ class Gateway:
     def _decide(self, ask: Ask, asked: Route, key: Key | None) -> Decision:
         if key and key.models and ask.model is None:
             raise RequestError(f"model is required; this key may use: {', '.join(key.models)}", "model")
+        candidates = [worker.candidate() for worker in self.workers.values()]
+        served = {name for one in candidates for name in one.models or ()}
+        target = resolve(ask.model, self.config.aliases, served) if ask.model is not None else None
         wish = Wish(
             model=ask.model,
-            prompt_tokens=self._ratio.estimate(ask.text_bytes, ask.model),
+            prompt_tokens=self._ratio.estimate(ask.text_bytes, target),
             lane=asked.lane,
             lanes=allowed_lanes(key.lanes) if key else lane.LANES,
             models=key.models if key else (),
             last_lane=self._memory.recall(ask.conversation),
+            target=target,
+            auto_models=self.config.auto_models,
         )
-        candidates = [worker.candidate() for worker in self.workers.values()]
         return lane.choose(wish, candidates, self.config.long_prompt_tokens)
 
     async def _tell_health(self, exchange: Exchange) -> None:
@@ -194,7 +199,8 @@ class Gateway:
         lanes = allowed_lanes(key.lanes) if key else lane.LANES
         if asked.lane and asked.lane not in lanes:
             raise ForbiddenError(f"this key may not use the {asked.lane} lane; it may use: {', '.join(lanes)}")
-        cards = list_models(self.workers.values(), asked.lane, lanes, key.models if key else ())
+        names = self.config.aliases, self.config.auto_models
+        cards = list_models(self.workers.values(), asked.lane, lanes, key.models if key else (), *names)
         if asked.path == "/v1/models":
             await _respond_json(exchange, 200, {"object": "list", "data": cards})
             return

@@ -8,6 +8,7 @@ from typing import Literal
 
 from config import Lane
 from router.errors import ForbiddenError, ModelNotFoundError
+from router.names import AUTO, matches, matches_any
 
 LANES: tuple[Lane, ...] = ("long", "short")
 Reason = Literal["path", "key", "model", "limit", "conversation", "length"]
@@ -33,7 +34,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one request asks of the lane rule. Lanes and models are those that its key may use; no models: all."""
+    """What one request asks of the lane rule. Lanes and models are those that its key may use; no models: all.
+
+    model        as the client named it
+    target       what that name stands for; None: itself
+    auto_models  patterns of the models that `auto` may stand for
+    """
 
     model: str | None
     prompt_tokens: int
@@ -41,11 +47,16 @@ class Wish:
     lanes: tuple[Lane, ...] = LANES
     models: tuple[str, ...] = ()
     last_lane: Lane | None = None
+    target: str | None = None
+    auto_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The lane taken, the reason, and the names of upstreams: of the lane, then of the other one as `spares`."""
+    """The lane taken, the reason, and the names of upstreams: of the lane, then of the other one as `spares`.
+
+    models  upstream -> the name by which it serves the model, where that is not the client's
+    """
 
     lane: Lane
     reason: Reason
@@ -53,6 +64,7 @@ class Decision:
     workers: tuple[str, ...]
     spares: tuple[str, ...] = ()
     is_fallback: bool = False
+    models: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(wish: Wish, candidates: Sequence[Candidate], long_prompt_tokens: int) -> Decision:
@@ -66,7 +78,7 @@ def choose(wish: Wish, candidates: Sequence[Candidate], long_prompt_tokens: int)
     reached = {lane: lane_members(lane, candidates) for lane in asked}
     serving = _serving(wish, [one for one in candidates if any(one in members for members in reached.values())])
     fitting = _fitting(wish, serving)
-    by_lane = {lane: [one.name for one in reached[lane] if one in fitting] for lane in asked}
+    by_lane = {lane: [one.name for one in reached[lane] if one.name in fitting] for lane in asked}
     open_lanes = [lane for lane in asked if by_lane[lane]]
     lane, reason = _pick(wish, open_lanes, len(fitting) < len(serving), long_prompt_tokens)
     others = [name for other in open_lanes if other != lane for name in by_lane[other]]
@@ -77,6 +89,7 @@ def choose(wish: Wish, candidates: Sequence[Candidate], long_prompt_tokens: int)
         tuple(by_lane[lane]),
         tuple(name for name in others if name not in by_lane[lane]),
         is_fallback=is_fallback(lane, candidates),
+        models={name: model for name, (model, _) in fitting.items() if model not in (None, wish.model)},
     )
 
 
@@ -92,33 +105,56 @@ def is_fallback(lane: Lane, candidates: Iterable[Candidate]) -> bool:
 
 def model_names(candidates: Iterable[Candidate], allowed: tuple[str, ...]) -> tuple[str, ...]:
     names = {name for one in candidates for name in one.models or ()}
-    return tuple(sorted(name for name in names if not allowed or name in allowed))
+    return tuple(sorted(name for name in names if not allowed or matches_any(allowed, name)))
 
 
-def _serving(wish: Wish, reached: list[Candidate]) -> list[Candidate]:
+# upstream -> the model that it would run, and its limit
+Serving = dict[str, tuple[str | None, float]]
+
+
+def _serving(wish: Wish, reached: list[Candidate]) -> Serving:
     if wish.model is None:
-        return reached
-    is_allowed = not wish.models or wish.model in wish.models
-    serving = [one for one in reached if is_allowed and one.models is not None and wish.model in one.models]
+        return {one.name: (None, _largest(one.models or {})) for one in reached}
+    target = wish.target or wish.model
+    is_allowed = not wish.models or matches_any(wish.models, wish.model) or matches_any(wish.models, target)
+    known = [one for one in reached if one.models is not None and (is_allowed or target == AUTO)]
+    serving = {one.name: found for one in known if (found := _served_by(one, wish, target)) is not None}
     # an upstream that was never reached may serve it: better a 503 than a false 404
-    unknown = [one for one in reached if is_allowed and one.models is None]
+    unknown = {one.name: (target, math.inf) for one in reached if one.models is None and is_allowed}
     if not serving and not unknown:
         raise ModelNotFoundError(wish.model, model_names(reached, wish.models))
     return serving or unknown
 
 
-def _fitting(wish: Wish, serving: list[Candidate]) -> list[Candidate]:
-    fitting = [one for one in serving if _limit(one, wish.model) >= wish.prompt_tokens]
+def _served_by(candidate: Candidate, wish: Wish, target: str) -> tuple[str, float] | None:
+    """The model that stands for the target at this upstream, and its limit."""
+    models = candidate.models or {}
+    pattern = next((name for name in (target, *models) if name in models and matches(name, target)), None)
+    if pattern is not None:
+        return target, _number(models[pattern])
+    if target != AUTO:
+        return None
+    # the key may name `auto` itself, or models that it stands for
+    allowed = [name for name in models if "*" not in name and matches_any(wish.auto_models, name)]
+    if wish.models and not matches_any(wish.models, AUTO):
+        allowed = [name for name in allowed if matches_any(wish.models, name)]
+    return max(((name, _number(models[name])) for name in allowed), key=lambda pair: pair[1], default=None)
+
+
+def _fitting(wish: Wish, serving: Serving) -> Serving:
+    fitting = {name: (model, limit) for name, (model, limit) in serving.items() if limit >= wish.prompt_tokens}
     if fitting:
         return fitting
     # nothing fits by the estimate: the roomiest one judges by its own count
-    largest = max(_limit(one, wish.model) for one in serving)
-    return [one for one in serving if _limit(one, wish.model) == largest]
+    largest = max(limit for _, limit in serving.values())
+    return {name: (model, limit) for name, (model, limit) in serving.items() if limit == largest}
 
 
-def _limit(candidate: Candidate, model: str | None) -> float:
-    models = candidate.models or {}
-    limit = models.get(model) if model is not None else max(models.values(), key=lambda n: n or math.inf, default=None)
+def _largest(models: Mapping[str, int | None]) -> float:
+    return max(map(_number, models.values()), default=math.inf)
+
+
+def _number(limit: int | None) -> float:
     return math.inf if limit is None else limit
 
 

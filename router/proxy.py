@@ -19,7 +19,7 @@ from router.relay import Relay
 from router.route import Route
 from router.sse import StreamScanner
 from router.transport import BrokenConnectionError, Transport, UnreachableError
-from router.usage import ask_for_usage, without_usage_comment, without_usage_event
+from router.usage import ask_for_model, ask_for_usage, without_usage_comment, without_usage_event
 from router.worker import Worker, judge
 
 HELD_BYTES = 1024 * 1024
@@ -85,6 +85,7 @@ class Proxy:
             "long_prompt_tokens": self._config.long_prompt_tokens,
             "is_repeatable": call.ask.is_repeatable,
             "upstreams": [worker.name for worker in attempts],
+            "models": dict(decision.models),
             "away": {
                 name: self._workers[name].health.reason
                 for name in decision.workers + decision.spares
@@ -127,9 +128,16 @@ class Proxy:
             exchange.method,
             f"{upstream.url}{call.route.path}{query}",
             upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
-            ask_for_usage(call.body) if self._edit(call, worker) is without_usage_event else call.body,
+            self._body(call, worker),
             self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
         )
+
+    def _body(self, call: Call, worker: Worker) -> bytes:
+        """As the client sent it, but for the model's own name and the wish for usage."""
+        model, body = call.decision.models.get(worker.name), call.body
+        if model is not None:
+            body = ask_for_model(body, model)
+        return ask_for_usage(body) if self._edit(call, worker) is without_usage_event else body
 
     def _edit(self, call: Call, worker: Worker) -> Callable[[bytes], bytes] | None:
         """What has to be taken out of the stream again; None for all that passes as it is."""
@@ -213,8 +221,10 @@ class Proxy:
         if failure is not None:
             call.exchange.notes["error"] = failure.code
             self._metrics.broken_streams.labels(worker.name).inc()
-        elif status < 300 and call.ask.model in (worker.cards or {}):
-            self._ratio.learn(call.ask.text_bytes, call.ask.model, call.exchange.counts.get("prompt"))
+            return
+        model = call.decision.models.get(worker.name, call.ask.model)
+        if status < 300 and model in (worker.cards or {}):
+            self._ratio.learn(call.ask.text_bytes, model, call.exchange.counts.get("prompt"))
 
 
 def _check(worker: Worker, response: httpx.Response) -> None:

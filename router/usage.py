@@ -1,18 +1,27 @@
-"""Usage that the gateway gets for its accounts and the client did not ask for: how to get it, how to take it out."""
+"""The edits that the gateway makes: the model's own name in a request, and usage that only its accounts asked for."""
 
 import json
 import re
 
-_ASKED = b'"stream_options":{"include_usage":true}}'
+_ASKED = b'"stream_options":{"include_usage":true}'
 _COMMENT = b": usage {"
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENTS = re.compile(rb".+?(?:\r\n\r\n|\n\n|\r\r|\n\r\n|\Z)", re.DOTALL)
 
 
 def ask_for_usage(body: bytes) -> bytes:
+    return _with_member(body, _ASKED)
+
+
+def ask_for_model(body: bytes, model: str) -> bytes:
+    """The same request for a model of another name."""
+    return _with_member(body, b'"model":' + json.dumps(model).encode())
+
+
+def _with_member(body: bytes, member: bytes) -> bytes:
     """The JSON object with one more member at its end; of two equal names the last one counts."""
     head = body.rstrip()[:-1]
-    return head + (b"" if head.strip() == b"{" else b",") + _ASKED
+    return head + (b"" if head.strip() == b"{" else b",") + member + b"}"
 
 
 def without_usage_comment(events: bytes) -> bytes:

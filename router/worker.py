@@ -7,6 +7,7 @@ from typing import Any
 
 from config import Upstream
 from router.lane import Candidate
+from router.names import matches_any
 
 FALLS_AFTER = 2
 RISES_AFTER = 2
@@ -63,12 +64,29 @@ class Worker:
         return Candidate(self.name, self.upstream.lane, self._models())
 
     def _models(self) -> dict[str, int | None] | None:
-        cards = self.cards or {}
-        if self.upstream.models:
-            return {name: _limit(cards.get(name)) for name in self.upstream.models}
-        return None if self.cards is None else {name: _limit(card) for name, card in cards.items()}
+        if self.cards is None and not self.upstream.models:
+            return None
+        return {card["id"]: card.get("max_model_len") for card in self.listed()} | self._patterns()
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Cards of the models it serves by name, with the limit up to which it gets requests."""
+        known, patterns = self.cards or {}, self.upstream.models
+        names = [name for name in known if not patterns or matches_any(patterns, name)]
+        # a name that the configuration gives needs no card
+        names += [name for name in patterns if "*" not in name and name not in known]
+        plain = {"object": "model", "owned_by": self.name}
+        return [capped(known.get(name, plain | {"id": name}), self.upstream.max_model_len) for name in names]
+
+    def _patterns(self) -> dict[str, int | None]:
+        return {name: self.upstream.max_model_len for name in self.upstream.models if "*" in name}
 
 
-def _limit(card: dict[str, Any] | None) -> int | None:
-    limit = (card or {}).get("max_model_len")
-    return limit if isinstance(limit, int) else None
+def capped(card: dict[str, Any], most: int | None) -> dict[str, Any]:
+    """The card with a limit of at most so many tokens; one that is no number is taken out."""
+    told = card.get("max_model_len")
+    limits = [limit for limit in (told, most) if isinstance(limit, int)]
+    rest = {name: value for name, value in card.items() if name != "max_model_len"}
+    if not limits:
+        return rest
+    also = {name: min(limits) for name in ("context_length", "context_window") if name in card}
+    return rest | also | {"max_model_len": min(limits)}
