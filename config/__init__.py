@@ -2,8 +2,8 @@
 
 from config.engine import EngineConfig
 from config.keys import Key, KeyRing, load_keys
-from config.load import ConfigError, load, split_flags, usage
-from config.router import Alias, Lane, RouterConfig, Upstream
+from config.load import ConfigError, load, settings_file, split_flags, usage
+from config.router import Alias, Lane, RouterConfig, Upstream, read_upstreams
 from config.server import ServerConfig
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "Upstream",
     "load",
     "load_keys",
+    "read_upstreams",
+    "settings_file",
     "split_flags",
     "usage",
 ]

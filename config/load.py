@@ -36,12 +36,13 @@ def load(
     """
     environ = os.environ if environ is None else environ
     flags = _parse_flags(sections, argv)
-    file = flags.pop("config", None) or environ.get(CONFIG_ENV)
+    file = settings_file(sections, argv, environ)
+    flags.pop("config", None)
     # every later source overwrites the earlier ones; `origin` remembers who spoke last, for the error text
     values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     origin: Origins = {}
     for source, settings in (
-        (f"file {file}", _read_file(sections, Path(file)) if file else {}),
+        (f"file {file}", _read_file(sections, file) if file else {}),
         ("environment", _read_environment(sections, environ)),
         ("flags", flags),
     ):
@@ -49,6 +50,15 @@ def load(
             values[section][field] = value
             origin[section, field] = source
     return {name: _validate(name, cls, values[name], origin) for name, cls in sections.items()}
+
+
+def settings_file(
+    sections: Mapping[str, type[Section]], argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Path | None:
+    """The TOML file that `load` reads; raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    file = _parse_flags(sections, argv).get("config") or environ.get(CONFIG_ENV)
+    return Path(file) if file else None
 
 
 def flag_names(sections: Mapping[str, type[Section]]) -> dict[str, tuple[str, str]]:

@@ -1,10 +1,12 @@
 """Settings of the gateway."""
 
+import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
+from config.load import ConfigError, nearest
 from config.loopback import is_loopback
 from config.section import Section
 
@@ -31,6 +33,12 @@ class Upstream(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Tokens up to which it gets requests, where that is less than its own limit."""
 
+    discover: Literal["list", "dns"] = "list"
+    """`dns`: the host of `url` is a name with any number of addresses, each an upstream of its own."""
+
+    draining: bool = False
+    """It finishes what it has and gets nothing new."""
+
     heartbeats: bool = False
     """The upstream sends none of its own, so the gateway puts comments between its events."""
 
@@ -40,6 +48,12 @@ class Upstream(Section):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} must start with http:// or https://")
         return url.rstrip("/").removesuffix("/v1")
+
+    @model_validator(mode="after")
+    def _dns_is_plain(self) -> Self:
+        if self.discover == "dns" and not self.url.startswith("http://"):
+            raise ValueError("discover = 'dns' needs http://, since a certificate holds for the name only")
+        return self
 
 
 class Alias(Section):
@@ -74,6 +88,12 @@ class RouterConfig(Section):
     vllm_key: SecretStr | None = None
     upstreams: tuple[Upstream, ...] = ()
     """Any number of upstreams, in place of `long_url` and `vllm_url`."""
+
+    upstreams_file: Path | None = None
+    """TOML file with more `[[upstreams]]`, read again when it changes."""
+
+    discovery_interval_s: float = Field(default=5.0, gt=0)
+    """Time between two looks at `upstreams_file` and at the addresses of DNS names."""
 
     aliases: tuple[Alias, ...] = ()
     """Names that stand for models of other names; the upstream is asked for the model by its own name."""
@@ -162,10 +182,34 @@ class RouterConfig(Section):
         return self
 
     def resolved_upstreams(self) -> tuple[Upstream, ...]:
-        """`upstreams`, or the pair that `long_url` and `vllm_url` stand for."""
-        if self.upstreams:
+        """`upstreams`, or where nothing tells of any, the pair that `long_url` and `vllm_url` stand for."""
+        if self.upstreams or self.upstreams_file:
             return self.upstreams
         long = Upstream(name="engine", url=self.long_url, lane="long", key=self.long_key)
         if self.vllm_url is None:
             return (long,)
         return (long, Upstream(name="vllm", url=self.vllm_url, lane="short", key=self.vllm_key, heartbeats=True))
+
+
+def read_upstreams(path: Path) -> tuple[Upstream, ...]:
+    """Reads ``[[upstreams]]`` tables; raises ConfigError that names the file and the upstream."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file {path}: not TOML: {error}") from error
+    if set(tables) - {"upstreams"} or not isinstance(tables.get("upstreams", []), list):
+        raise ConfigError(f"file {path}: only [[upstreams]] tables belong here")
+    return tuple(_upstream(path, index, table) for index, table in enumerate(tables.get("upstreams", []), 1))
+
+
+def _upstream(path: Path, index: int, table: dict) -> Upstream:
+    try:
+        return Upstream(**table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = f"is not a setting; {nearest(where, list(Upstream.model_fields))}"
+        raise ConfigError(f"file {path}: upstream {index}: {where}: {message}") from error

@@ -1,6 +1,7 @@
 """The admin port: metrics and state, apart from what clients reach."""
 
 import hmac
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from starlette.routing import Route
 
 from router.app import Gateway
 from router.auth import check_local_host
-from router.errors import AuthError, GatewayError, error_response
+from router.errors import AuthError, ForbiddenError, GatewayError, PathError, error_response
+from router.reload import Reloader
 
 PAGE = Path(__file__).parent / "ui" / "index.html"
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
-def admin_app(gateway: Gateway) -> Starlette:
-    """With `admin_token` a bearer token is needed, without one a local Host header."""
+def admin_app(gateway: Gateway, reloader: Reloader) -> Starlette:
+    """With `admin_token` a bearer token is needed, without one a local Host header. A web page may change nothing."""
     token = gateway.config.admin_token
 
     def guard(request: Request) -> None:
@@ -30,6 +32,11 @@ def admin_app(gateway: Gateway) -> Starlette:
         if not hmac.compare_digest(given.encode(), token.get_secret_value().encode()):
             raise AuthError("the admin port needs `Authorization: Bearer TOKEN` with admin_token")
 
+    def guard_change(request: Request) -> None:
+        guard(request)
+        if "origin" in request.headers:
+            raise ForbiddenError("the admin port takes no changes from web pages")
+
     def metrics(request: Request) -> Response:
         guard(request)
         return Response(generate_latest(gateway.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -37,6 +44,19 @@ def admin_app(gateway: Gateway) -> Starlette:
     def state(request: Request) -> Response:
         guard(request)
         return JSONResponse({"upstreams": [_state(worker) for worker in gateway.workers.values()]})
+
+    def reload(request: Request) -> Response:
+        guard_change(request)
+        refusal = reloader.reload()
+        return JSONResponse({"status": "applied"} if refusal is None else {"status": "refused", "reason": refusal})
+
+    def drain(request: Request) -> Response:
+        guard_change(request)
+        worker = gateway.workers.get(name := request.path_params["name"])
+        if worker is None:
+            raise PathError(f"there is no upstream {name}; there are: {', '.join(gateway.workers)}")
+        worker.is_draining = request.method == "POST"
+        return JSONResponse(_state(worker))
 
     def ui(request: Request) -> Response:
         # the page itself tells nothing; what it shows comes from /state
@@ -50,6 +70,10 @@ def admin_app(gateway: Gateway) -> Starlette:
         return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     routes = [Route(f"/{view.__name__}", _async(view)) for view in (metrics, state, ui, health, ready)]
+    routes += [
+        Route("/reload", _async(reload), methods=["POST"]),
+        Route("/upstreams/{name}/drain", _async(drain), methods=["POST", "DELETE"]),
+    ]
     return Starlette(routes=routes, exception_handlers={GatewayError: _refuse})
 
 
@@ -75,5 +99,9 @@ def _state(worker: Any) -> dict[str, Any]:
         "healthy": worker.health.healthy,
         "reason": worker.health.reason,
         "in_flight": worker.in_flight,
+        "obstacle": worker.obstacle(time.monotonic()),
+        "breaker": worker.breaker.state(time.monotonic()),
+        "draining": worker.is_draining or worker.upstream.draining,
+        "weight": worker.upstream.weight,
         "models": list(worker.cards or ()),
     }

@@ -4,13 +4,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from config import Key, RouterConfig
+from config import Key, RouterConfig, Upstream
 from router import lane, route
 from router.ask import Ask, read_ask, text_bytes
 from router.auth import ANYONE, Auth
+from router.discovery import Discovery
 from router.errors import (
     ClientGoneError,
     ForbiddenError,
@@ -34,6 +35,25 @@ from router.route import Route
 from router.transport import Transport
 from router.worker import Worker
 
+# what is built from these at the start stays until the end
+FIXED = (
+    "host",
+    "port",
+    "admin_host",
+    "admin_port",
+    "admin_token",
+    "keys_file",
+    "redis_url",
+    "limits_without_redis",
+    "request_timeout_s",
+    "connect_timeout_s",
+    "pool_timeout_s",
+    "pool_idle_s",
+    "max_connections",
+    "drain_s",
+    "log_level",
+    "log_format",
+)
 # before any path: tells where the request would go, and sends it nowhere
 EXPLAIN = "/explain"
 # where a stream tells its usage only when asked
@@ -47,15 +67,17 @@ class Gateway:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.workers = {upstream.name: Worker(upstream) for upstream in config.resolved_upstreams()}
+        self.workers: dict[str, Worker] = {}
         self.metrics = Metrics()
         self._auth = Auth(config.keys_file)
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
         self._limits = Limits(config, self.metrics)
         self._transport = Transport(config)
-        self._health = HealthChecks(config, self.workers.values(), self._transport, self.metrics)
+        self._health = HealthChecks(config, self._transport, self.metrics)
         self._proxy = Proxy(config, self.workers, self._transport, self.metrics, self._memory, self._ratio)
+        self._discovery = Discovery(config)
+        self._replace_workers(self._discovery.upstreams())
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -66,15 +88,47 @@ class Gateway:
     def is_ready(self) -> bool:
         return any(worker.health.healthy for worker in self.workers.values())
 
+    def apply(self, config: RouterConfig) -> list[str]:
+        """Takes new settings, all or none; returns the names of changed ones that only a restart can change.
+
+        raises  ConfigError
+        """
+        self._discovery.use(config)
+        waiting = [name for name in FIXED if getattr(config, name) != getattr(self.config, name)]
+        self.config = self._proxy.config = self._health.config = config
+        self._use_upstreams(self._discovery.upstreams())
+        return waiting
+
+    def _use_upstreams(self, upstreams: Iterable[Upstream]) -> None:
+        for worker in self._replace_workers(upstreams):
+            self.metrics.forget(worker.name, worker.upstream.lane)
+        self._health.follow(self.workers.values())
+
+    def _replace_workers(self, upstreams: Iterable[Upstream]) -> list[Worker]:
+        """What is known of an upstream stays while its address does. Requests in flight keep a worker that went."""
+        old = dict(self.workers)
+        self.workers.clear()
+        for upstream in upstreams:
+            worker = old.get(upstream.name)
+            if worker is None or worker.upstream.url != upstream.url:
+                worker = Worker(upstream)
+            worker.upstream = upstream
+            self.workers[upstream.name] = worker
+        return [worker for name, worker in old.items() if name not in self.workers]
+
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()
         self._say_start()
-        beside = [asyncio.ensure_future(work) for work in (self._health.run(), self._limits.run())]
+        self._health.follow(self.workers.values())
+        beside = [
+            asyncio.ensure_future(work) for work in (self._discovery.run(self._use_upstreams), self._limits.run())
+        ]
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+        await self._health.aclose()
         await self._transport.aclose()
         await self._limits.aclose()
         await send({"type": "lifespan.shutdown.complete"})

@@ -9,6 +9,7 @@ from config import ConfigError, Key, KeyRing, load_keys
 from config.keys import read_keys
 from config.loopback import is_loopback
 from router.errors import AuthError, ForbiddenError
+from router.files import fingerprint
 
 ANYONE = "anyone"
 _LOOK_EVERY_S = 1.0
@@ -21,7 +22,7 @@ class Auth:
     def __init__(self, keys_file: Path | None) -> None:
         self._file = keys_file
         self._keys = load_keys(keys_file) if keys_file else None
-        self._seen = _fingerprint(keys_file)
+        self._seen = fingerprint(keys_file)
         self._looked_at = time.monotonic()
 
     def identify(self, headers: Mapping[str, str]) -> Key | None:
@@ -44,7 +45,7 @@ class Auth:
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
-            if (seen := _fingerprint(self._file)) != self._seen:
+            if (seen := fingerprint(self._file)) != self._seen:
                 self._seen = seen
                 self._reload()
         return self._keys
@@ -72,12 +73,3 @@ def _secret(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and bearer.strip():
         return bearer.strip()
     return headers.get("x-api-key") or None
-
-
-def _fingerprint(file: Path | None) -> tuple[int, int, int] | None:
-    try:
-        stat = file.stat() if file else None
-    except OSError:
-        # gone for now: read again when it is back
-        return None
-    return (stat.st_mtime_ns, stat.st_size, stat.st_ino) if stat else None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,16 +29,24 @@ class CheckError(Exception):
 class HealthChecks:
     """Checks every worker in a loop of its own, so that one that hangs delays no other."""
 
-    def __init__(self, config: RouterConfig, workers: Iterable[Worker], transport: Transport, metrics: Metrics):
-        self._config = config
-        self._workers = tuple(workers)
+    def __init__(self, config: RouterConfig, transport: Transport, metrics: Metrics) -> None:
+        self.config = config
         self._transport = transport
         self._metrics = metrics
-        self._paths = {worker.name: 0 for worker in self._workers}
-        self._rounds = {worker.name: 0 for worker in self._workers}
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
-    async def run(self) -> None:
-        await asyncio.gather(*(self._watch(worker) for worker in self._workers))
+    def follow(self, workers: Iterable[Worker]) -> None:
+        """Checks these from now on, and no others."""
+        wanted = set(workers)
+        for worker in set(self._tasks) - wanted:
+            self._tasks.pop(worker).cancel()
+        for worker in wanted - set(self._tasks):
+            self._tasks[worker] = asyncio.ensure_future(self._watch(worker))
+
+    async def aclose(self) -> None:
+        tasks = list(self._tasks.values())
+        self.follow(())
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def check(self, worker: Worker) -> None:
         was_healthy = worker.health.healthy
@@ -49,29 +58,30 @@ class HealthChecks:
             worker.health = judge(worker.health, True, "ready")
         is_healthy = worker.health.healthy
         self._metrics.healthy.labels(worker.name, worker.upstream.lane).set(bool(is_healthy))
+        self._metrics.breaker_open.labels(worker.name).set(worker.breaker.state(time.monotonic()) == "open")
         if is_healthy != was_healthy:
             # the next check reads the models anew: what came back may serve others
-            self._rounds[worker.name] = 0 if not is_healthy else self._rounds[worker.name]
+            worker.num_checks = worker.num_checks if is_healthy else 0
             word = "is ready" if is_healthy else f"is away: {worker.health.reason}"
             _log.info("upstream %s (%s lane) %s", worker.name, worker.upstream.lane, word)
 
     async def _watch(self, worker: Worker) -> None:
         while True:
             await self.check(worker)
-            await asyncio.sleep(self._config.health_interval_s)
+            await asyncio.sleep(self.config.health_interval_s)
 
     async def _probe(self, worker: Worker) -> None:
-        path = CHECK_PATHS[self._paths[worker.name]]
+        path = CHECK_PATHS[worker.check_path]
         status, body = await self._get(worker, path)
         if status == 404 and path != CHECK_PATHS[-1]:
-            self._paths[worker.name] += 1
+            worker.check_path += 1
             await self._probe(worker)
             return
         if status >= 400:
             raise CheckError(f"answers {status} on {path}{_message(body)}")
-        if self._rounds[worker.name] % MODELS_EVERY == 0:
+        if worker.num_checks % MODELS_EVERY == 0:
             worker.cards = await self._models(worker)
-        self._rounds[worker.name] += 1
+        worker.num_checks += 1
 
     async def _models(self, worker: Worker) -> dict[str, dict[str, Any]]:
         status, body = await self._get(worker, "/v1/models")
@@ -87,7 +97,7 @@ class HealthChecks:
         headers = {"accept-encoding": "identity"}
         if key is not None:
             headers["authorization"] = f"Bearer {key.get_secret_value()}"
-        timeout_s = self._config.connect_timeout_s
+        timeout_s = self.config.connect_timeout_s
         response = await self._transport.open(worker.name, "GET", worker.upstream.url + path, headers, b"", timeout_s)
         try:
             async with asyncio.timeout(timeout_s):

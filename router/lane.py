@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from config import Lane
-from router.errors import ForbiddenError, ModelNotFoundError
+from router.errors import ForbiddenError, ModelNotFoundError, UnavailableError
 from router.names import AUTO, matches, matches_any
 
 LANES: tuple[Lane, ...] = ("long", "short")
@@ -70,10 +70,12 @@ class Decision:
 def choose(wish: Wish, candidates: Sequence[Candidate], long_prompt_tokens: int) -> Decision:
     """Path, else the only lane that the key may use or that serves the model, else the conversation's, else length.
 
-    raises  ForbiddenError, ModelNotFoundError
+    raises  ForbiddenError, ModelNotFoundError, UnavailableError
     """
     if wish.lane is not None and wish.lane not in wish.lanes:
         raise ForbiddenError(f"this key may not use the {wish.lane} lane; it may use: {', '.join(wish.lanes)}")
+    if not candidates:
+        raise UnavailableError("no upstream is known right now")
     asked = (wish.lane,) if wish.lane else wish.lanes
     reached = {lane: lane_members(lane, candidates) for lane in asked}
     serving = _serving(wish, [one for one in candidates if any(one in members for members in reached.values())])

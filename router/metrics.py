@@ -61,3 +61,17 @@ class Metrics:
             "1 while Redis is away and requests are admitted by this gateway's own limits, or refused",
             registry=registry,
         )
+        self.reloads = Counter(
+            "longlane_router_config_reloads", "Settings read again, by what came of it", ["result"], registry=registry
+        )
+        self.breaker_open = Gauge(
+            "longlane_router_breaker_open",
+            "1 while an upstream gets no requests because its last ones failed",
+            ["upstream"],
+            registry=registry,
+        )
+
+    def forget(self, upstream: str, lane: str) -> None:
+        """An upstream that is gone is neither healthy nor away."""
+        self.healthy.remove(upstream, lane)
+        self.breaker_open.remove(upstream)

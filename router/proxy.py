@@ -1,7 +1,8 @@
 """Sends one request to the workers of its decision until one answers, and passes that answer on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from router.worker import Worker, judge
 HELD_BYTES = 1024 * 1024
 LENGTH_REFUSAL = b"maximum context length"
 FAILOVER_STATUS = (502, 503)
+# not 503, which is an upstream's own word for being full, and not 500, which a single bad request may cause
+BROKEN_STATUS = (502, 504)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,16 @@ class Proxy:
         memory: LaneMemory,
         ratio: TokenRatio,
     ) -> None:
-        self._config = config
+        self.config = config
         self._workers = workers
         self._transport = transport
         self._metrics = metrics
         self._memory = memory
         self._ratio = ratio
-        self._secret = config.gateway_secret.get_secret_value() if config.gateway_secret else None
+
+    @property
+    def _secret(self) -> str | None:
+        return self.config.gateway_secret.get_secret_value() if self.config.gateway_secret else None
 
     async def forward(self, call: Call) -> None:
         """Raises GatewayError as long as the client has no headers."""
@@ -82,27 +88,34 @@ class Proxy:
             "reason": decision.reason,
             "is_fallback": decision.is_fallback,
             "estimated_prompt_tokens": decision.prompt_tokens,
-            "long_prompt_tokens": self._config.long_prompt_tokens,
+            "long_prompt_tokens": self.config.long_prompt_tokens,
             "is_repeatable": call.ask.is_repeatable,
             "upstreams": [worker.name for worker in attempts],
             "models": dict(decision.models),
-            "away": {
-                name: self._workers[name].health.reason
-                for name in decision.workers + decision.spares
-                if not self._workers[name].healthy
-            },
+            "away": self._obstacles(decision),
         }
 
     def _attempts(self, call: Call) -> list[Worker]:
-        lane = policy.order(self._workers[name] for name in call.decision.workers)
+        now = time.monotonic()
+        lane = policy.order(self._among(call.decision.workers), now)
         if not call.ask.is_repeatable:
             return lane[:1]
-        return lane + policy.order(self._workers[name] for name in call.decision.spares)
+        return lane + policy.order(self._among(call.decision.spares), now)
+
+    def _among(self, names: Iterable[str]) -> list[Worker]:
+        # one of them may have gone since the decision
+        return [self._workers[name] for name in names if name in self._workers]
+
+    def _obstacles(self, decision: Decision) -> dict[str, str]:
+        now = time.monotonic()
+        workers = self._among(decision.workers + decision.spares)
+        return {worker.name: reason for worker in workers if (reason := worker.obstacle(now)) is not None}
 
     def _nobody(self, decision: Decision) -> UnavailableError:
-        away = [self._workers[name] for name in decision.workers + decision.spares]
-        states = "; ".join(f"{worker.name} ({worker.upstream.url}): {worker.health.reason}" for worker in away)
-        return UnavailableError(f"no upstream of the {decision.lane} lane is available: {states}")
+        states = (
+            f"{name} ({self._workers[name].upstream.url}): {why}" for name, why in self._obstacles(decision).items()
+        )
+        return UnavailableError(f"no upstream of the {decision.lane} lane is available: {'; '.join(states)}")
 
     async def _attempt(self, call: Call, worker: Worker, rest: list[Worker]) -> list[Worker]:
         """The workers to try next; none once the client has its answer."""
@@ -111,11 +124,18 @@ class Proxy:
                 response = await self._open(call, worker)
             except (UnreachableError, BrokenConnectionError) as error:
                 worker.health = judge(worker.health, False, str(error))
+                worker.note_failure(time.monotonic())
                 if not rest:
                     raise
                 return self._fail_over(call, worker, "connection", rest)
+            except UpstreamError:
+                worker.note_failure(time.monotonic())
+                raise
             try:
                 return await self._answer(call, worker, response, rest)
+            except (BrokenConnectionError, UpstreamTimeoutError):
+                worker.note_failure(time.monotonic())
+                raise
             finally:
                 await self._transport.close(response)
 
@@ -129,7 +149,7 @@ class Proxy:
             f"{upstream.url}{call.route.path}{query}",
             upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
             self._body(call, worker),
-            self._config.first_byte_timeout_s if call.ask.is_stream else self._config.answer_timeout_s,
+            self.config.first_byte_timeout_s if call.ask.is_stream else self.config.answer_timeout_s,
         )
 
     def _body(self, call: Call, worker: Worker) -> bytes:
@@ -146,6 +166,8 @@ class Proxy:
         return without_usage_event if call.adds_usage else None
 
     async def _answer(self, call: Call, worker: Worker, response: httpx.Response, rest: list[Worker]) -> list[Worker]:
+        if response.status_code in BROKEN_STATUS:
+            worker.note_failure(time.monotonic())
         if response.status_code in FAILOVER_STATUS and rest:
             return self._fail_over(call, worker, str(response.status_code), rest)
         chunks = self._transport.chunks(worker.name, response)
@@ -170,7 +192,7 @@ class Proxy:
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
         await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
         edit = self._edit(call, worker)
-        failure = await Relay(call.exchange, worker.upstream, chunks, self._config, edit).events()
+        failure = await Relay(call.exchange, worker.upstream, chunks, self.config, edit).events()
         self._note_end(call, worker, response.status_code, failure)
 
     async def _pass_body(
@@ -193,7 +215,7 @@ class Proxy:
         if "content-length" in response.headers:
             headers["content-length"] = response.headers["content-length"]
         await call.exchange.start(response.status_code, headers)
-        failure = await Relay(call.exchange, worker.upstream, chunks, self._config).body(held)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self.config).body(held)
         self._note_end(call, worker, response.status_code, failure)
 
     async def _hold(self, worker: Worker, response: httpx.Response, chunks: AsyncIterator[bytes]) -> tuple[bytes, bool]:
@@ -202,7 +224,7 @@ class Proxy:
             return b"", False
         parts, size = [], 0
         try:
-            async with asyncio.timeout(self._config.idle_timeout_s):
+            async with asyncio.timeout(self.config.idle_timeout_s):
                 async for chunk in chunks:
                     parts.append(chunk)
                     size += len(chunk)
@@ -221,7 +243,10 @@ class Proxy:
         if failure is not None:
             call.exchange.notes["error"] = failure.code
             self._metrics.broken_streams.labels(worker.name).inc()
+            worker.note_failure(time.monotonic())
             return
+        if status not in BROKEN_STATUS:
+            worker.note_success(time.monotonic())
         model = call.decision.models.get(worker.name, call.ask.model)
         if status < 300 and model in (worker.cards or {}):
             self._ratio.learn(call.ask.text_bytes, model, call.exchange.counts.get("prompt"))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from config import Upstream
+from router.breaker import Breaker
 from router.lane import Candidate
 from router.names import matches_any
 
@@ -34,14 +35,22 @@ def judge(health: Health, is_ok: bool, reason: str = "") -> Health:
     return Health(is_ok, 0, reason)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
-    """cards: model id -> its entry of `/v1/models` as the upstream gave it; None while not yet known."""
+    """cards          model id -> its entry of `/v1/models` as the upstream gave it; None while not yet known
+    is_draining       told by the admin port; the configuration may say it as well
+    check_path        index of the path that its health checks ask
+    num_checks        since the models were last found to be unknown
+    """
 
     upstream: Upstream
     health: Health = field(default_factory=Health)
     in_flight: int = 0
     cards: dict[str, dict[str, Any]] | None = None
+    breaker: Breaker = field(default_factory=Breaker)
+    is_draining: bool = False
+    check_path: int = 0
+    num_checks: int = 0
 
     @property
     def name(self) -> str:
@@ -52,13 +61,37 @@ class Worker:
         """False only when checks have failed: before the first one it may be tried."""
         return self.health.healthy is not False
 
+    @property
+    def load(self) -> float:
+        return self.in_flight / self.upstream.weight
+
+    def obstacle(self, now: float) -> str | None:
+        """Why it gets no new request; None where it may get one."""
+        if not self.healthy:
+            return self.health.reason
+        if self.is_draining or self.upstream.draining:
+            return "is draining"
+        return None if self.breaker.admits(now) else f"failed {len(self.breaker.failures)} requests in a row"
+
+    def note_failure(self, now: float) -> None:
+        self.breaker = self.breaker.after_failure(now)
+
+    def note_success(self, now: float) -> None:
+        self.breaker = self.breaker.after_success(now)
+
     @contextmanager
     def lease(self) -> Iterator[None]:
+        is_try = self.breaker.opened_at is not None
+        if is_try:
+            self.breaker = replace(self.breaker, is_trying=True)
         self.in_flight += 1
         try:
             yield
         finally:
             self.in_flight -= 1
+            if is_try:
+                # a client that left in between has decided nothing
+                self.breaker = replace(self.breaker, is_trying=False)
 
     def candidate(self) -> Candidate:
         return Candidate(self.name, self.upstream.lane, self._models())

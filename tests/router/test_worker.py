@@ -30,7 +30,7 @@ def worker(name, healthy=True, in_flight=0):
 
 def test_least_loaded_healthy_worker_first():
     workers = [worker("a", in_flight=2), worker("b", healthy=False), worker("c"), worker("d", None), worker("e")]
-    assert [one.name for one in policy.order(workers)] == ["c", "d", "e", "a"]
+    assert [one.name for one in policy.order(workers, 0.0)] == ["c", "d", "e", "a"]
 
 
 def test_configured_models_need_no_check():

@@ -1,0 +1,42 @@
+"""Reads the settings again when their file changes or somebody asks, all of them or none."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from config import ConfigError, RouterConfig
+from router.app import Gateway
+from router.files import fingerprint
+
+_LOOK_EVERY_S = 1.0
+_log = logging.getLogger("longlane.router")
+
+
+class Reloader:
+    """read  the settings from where they come from; raises ConfigError"""
+
+    def __init__(self, gateway: Gateway, read: Callable[[], RouterConfig], file: Path | None) -> None:
+        self._gateway = gateway
+        self._read = read
+        self._file = file
+        self._seen = fingerprint(file)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if fingerprint(self._file) != self._seen:
+                self.reload()
+
+    def reload(self) -> str | None:
+        """Why the old settings stay in force; None when the new ones do."""
+        self._seen = fingerprint(self._file)
+        try:
+            waiting = self._gateway.apply(self._read())
+        except ConfigError as error:
+            self._gateway.metrics.reloads.labels("refused").inc()
+            _log.error("the old settings stay in force: %s", error)
+            return str(error)
+        self._gateway.metrics.reloads.labels("applied").inc()
+        _log.info("settings read again%s", f"; only a restart changes {', '.join(waiting)}" if waiting else "")
+        return None
