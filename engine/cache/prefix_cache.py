@@ -1,0 +1,328 @@
+"""What of a prompt was computed before: blocks of 64 tokens by their content, and where states stand among them."""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from config.engine import BLOCK_SIZE
+from engine.cache.block_pool import BlockPool
+
+DIGEST_BYTES = 32
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One addressed block: 64 tokens after everything above it.
+
+    block_hash  of the tokens from the beginning, the tenant's salt and the cache's key
+    depth       tokens from the beginning to the block's end
+    children    the blocks that follow, by hash
+    snapshot    the state after its last token, if it stands
+    """
+
+    block_hash: bytes
+    block_id: int
+    parent: "Node | None"
+    token_ids: tuple[int, ...]
+    depth: int
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    snapshot: "Snapshot | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The recurrent state after a node's last token.
+
+    index        where its tensors lie
+    is_decoded   made token by token rather than by prefill
+    is_waypoint  its own request went on to a deeper one, and nobody has used it yet
+    was_hit      a request began from it
+    last_use     on the clock of computed and reused tokens
+    """
+
+    index: int
+    node: Node
+    is_decoded: bool
+    last_use: int
+    is_waypoint: bool = False
+    was_hit: bool = False
+
+
+@dataclass(slots=True)
+class CachedPath:
+    """A running request's addressed blocks: everything from its first token on, in order.
+
+    extra_ids  blocks held beside the request's own: another request's, of the same content
+    latest     the snapshot that this request made last; it may have been given up since
+    """
+
+    root: bytes
+    nodes: list[Node] = field(default_factory=list)
+    extra_ids: list[int] = field(default_factory=list)
+    latest: Snapshot | None = None
+
+    @property
+    def depth(self) -> int:
+        return len(self.nodes) * BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the cache knows of a prompt.
+
+    nodes       up to the deepest snapshot: what may be used; empty when nothing may
+    known       tokens up to which blocks are addressed, snapshot or not
+    divergence  first token that differs from what is addressed there, None when nothing is addressed beyond `known`
+    """
+
+    nodes: tuple[Node, ...] = ()
+    known: int = 0
+    divergence: int | None = None
+
+    @property
+    def depth(self) -> int:
+        return len(self.nodes) * BLOCK_SIZE
+
+    def explain(self) -> str:
+        """Where the prompt parts from what is cached and why no more of it is reused, without a word of the text."""
+        position = self.known if self.divergence is None else self.divergence
+        if self.known > self.depth:
+            reason = f"blocks are cached up to {self.known}, but no state stands there"
+        elif self.divergence is not None:
+            reason = "another token follows there in what is cached"
+        else:
+            reason = "nothing is cached beyond"
+        return f"first divergent position {position}: {reason}"
+
+
+class PrefixCache:
+    """A tree of addressed blocks over a pool of them, and a fixed number of state snapshots that stand on it.
+
+    Without the state a block is of no use: a hit is the deepest snapshot whose blocks are all there. So blocks are
+    kept for snapshots only: what no running request holds and no snapshot stands at or below is free at once, and
+    blocks are won back by giving up a snapshot.
+
+    The cost of losing a snapshot are the tokens since the one above it, which would have to be computed again. Given
+    up first are waypoints, the cheapest first, so that those of a long prompt lie apart; then the others, by the time
+    of their last use plus their cost. Time is counted in tokens too: what costs n outlives n tokens of other traffic.
+
+    Who owns what: a running request holds every block of its path, so nothing that it builds upon is given up.
+    """
+
+    def __init__(self, pool: BlockPool, num_snapshots: int, key: bytes = b"") -> None:
+        """key  whatever the content of a block depends on beside token ids and salt: weights, types, arithmetic"""
+        self._pool = pool
+        self._key = key
+        self._nodes: dict[bytes, Node] = {}
+        self._by_block: dict[int, Node] = {}
+        self._num_slots = num_snapshots
+        self._free_slots = list(range(num_snapshots - 1, -1, -1))
+        # in the order in which they were made, so that the older of two equally worthy ones goes first
+        self._snapshots: dict[Snapshot, None] = {}
+        self._clock = 0
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._num_slots > 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    def begin(self, salt: str) -> CachedPath:
+        return CachedPath(_hash(self._key, b"salt", salt.encode()))
+
+    def lookup(self, path: CachedPath, token_ids: Sequence[int]) -> Hit:
+        """At most len(token_ids) - 1 tokens: the last one's logits have to be computed. Changes nothing."""
+        nodes: list[Node] = []
+        limit = (len(token_ids) - 1) // BLOCK_SIZE if self.is_enabled else 0
+        for index in range(limit):
+            block = token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            node = self._nodes.get(hash_block(nodes[-1].block_hash if nodes else path.root, block))
+            if node is None:
+                break
+            nodes.append(node)
+        standing = max((i + 1 for i, node in enumerate(nodes) if node.snapshot is not None), default=0)
+        return Hit(tuple(nodes[:standing]), len(nodes) * BLOCK_SIZE, self._divergence(nodes, token_ids))
+
+    def adopt(self, path: CachedPath, hit: Hit) -> int | None:
+        """The request holds the hit's blocks from now on, each in place of one promised to it.
+
+        return  index of the snapshot to start from, None when there is nothing to reuse
+        """
+        self.counts["num_prefix_queries"] += 1
+        self.counts["num_cached_tokens"] += hit.depth
+        self._clock += hit.depth
+        if not hit.nodes:
+            return None
+        path.nodes = list(hit.nodes)
+        for node in hit.nodes:
+            self._pool.share(node.block_id)
+        self._pool.release((), len(hit.nodes))
+        snapshot = hit.nodes[-1].snapshot
+        assert snapshot is not None
+        snapshot.last_use, snapshot.was_hit, snapshot.is_waypoint = self._clock, True, False
+        return snapshot.index
+
+    def take(self) -> int:
+        """A block out of what was promised, winning one back where none is free."""
+        while not self._pool.can_take:
+            self._evict([snapshot for snapshot in self._snapshots if self._frees_a_block(snapshot)])
+        return self._pool.take()
+
+    def extend(self, path: CachedPath, token_ids: Sequence[int], num_final: int, block_ids: Sequence[int]) -> None:
+        """Addresses the request's next whole blocks.
+
+        num_final  leading tokens that are part of the text for good and whose keys and values are computed
+        """
+        if not self.is_enabled:
+            return
+        for index in range(len(path.nodes), num_final // BLOCK_SIZE):
+            block = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+            path.nodes.append(self._address(path, block, block_ids[index]))
+            self._clock += BLOCK_SIZE
+
+    def stand(self, path: CachedPath, is_decoded: bool) -> int | None:
+        """A snapshot of the state at the path's end.
+
+        return  index to copy it to; None when one stands there already or none may
+        """
+        if not self.is_enabled or not path.nodes:
+            return None
+        if (standing := path.nodes[-1].snapshot) is not None:
+            standing.last_use = self._clock
+            return None
+        self._pass(path.latest, is_decoded)
+        if not self._free_slots:
+            self._evict(self._snapshots)
+        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._clock)
+        self._snapshots[snapshot] = None
+        path.nodes[-1].snapshot = path.latest = snapshot
+        return snapshot.index
+
+    def leave(self, path: CachedPath, block_ids: Sequence[int], num_promised: int) -> None:
+        """The request is gone: what no snapshot needs is free, the rest is kept."""
+        self._pool.release([*block_ids, *path.extra_ids], num_promised, self._by_block)
+        if path.nodes:
+            self._prune(path.nodes[-1])
+
+    def check_integrity(self) -> None:
+        """Asserts that tree, pool and snapshots tell the same story."""
+        self._pool.check_integrity()
+        slots = [snapshot.index for snapshot in self._snapshots]
+        assert sorted(self._free_slots + slots) == list(range(self._num_slots)), "a snapshot is lost or doubled"
+        assert all(snapshot.node.snapshot is snapshot for snapshot in self._snapshots)
+        assert all(self._pool.is_kept(n.block_id) or self._pool.is_held(n.block_id) for n in self._nodes.values())
+        assert len(self._by_block) == len(self._nodes), "two nodes share a block"
+        for node in self._nodes.values():
+            self._check_node(node)
+        assert sum(self._pool.is_kept(block_id) for block_id in self._by_block) == self._pool.num_kept
+
+    def _check_node(self, node: Node) -> None:
+        assert self._by_block[node.block_id] is node
+        assert node.depth == (node.parent.depth if node.parent else 0) + BLOCK_SIZE
+        assert node.snapshot is None or node.snapshot in self._snapshots
+        if node.parent is not None:
+            assert self._nodes[node.parent.block_hash] is node.parent, "a block lost what comes before it"
+            assert node.parent.children[node.block_hash] is node
+        if self._pool.is_kept(node.block_id):
+            assert node.snapshot is not None or node.children, "a block is kept for nothing"
+            assert all(self._pool.is_kept(child.block_id) for child in node.children.values())
+
+    def _divergence(self, nodes: Sequence[Node], token_ids: Sequence[int]) -> int | None:
+        """The furthest that any block after `nodes` agrees with the prompt."""
+        if not nodes:
+            return None
+        following = token_ids[len(nodes) * BLOCK_SIZE : (len(nodes) + 1) * BLOCK_SIZE]
+        agreed = [_num_equal(child.token_ids, following) for child in nodes[-1].children.values()]
+        return nodes[-1].depth + max(agreed) if agreed else None
+
+    def _address(self, path: CachedPath, token_ids: tuple[int, ...], block_id: int) -> Node:
+        parent = path.nodes[-1] if path.nodes else None
+        block_hash = hash_block(parent.block_hash if parent else path.root, token_ids)
+        node = self._nodes.get(block_hash)
+        if node is None:
+            node = Node(block_hash, block_id, parent, token_ids, (parent.depth if parent else 0) + BLOCK_SIZE)
+            self._nodes[block_hash] = self._by_block[block_id] = node
+            if parent is not None:
+                parent.children[block_hash] = node
+        elif self._pool.is_kept(node.block_id):
+            self._replace(node, block_id)
+        else:
+            # another running request computed the same: what stands on it must outlive that request
+            self._pool.share(node.block_id)
+            path.extra_ids.append(node.block_id)
+        return node
+
+    def _replace(self, node: Node, block_id: int) -> None:
+        """The request that has just computed the same content holds its own block: the old one is free."""
+        del self._by_block[node.block_id]
+        self._pool.drop(node.block_id)
+        node.block_id = block_id
+        self._by_block[block_id] = node
+
+    def _pass(self, snapshot: Snapshot | None, by_decoding: bool) -> None:
+        """A request went on from the snapshot that it made last. Unless somebody has begun from it, one made by
+        decoding has no further use and one inside a prompt is a waypoint; the one at a prompt's end stays."""
+        if snapshot is None or snapshot not in self._snapshots or snapshot.was_hit:
+            return
+        if snapshot.is_decoded:
+            self._remove(snapshot)
+        elif not by_decoding:
+            snapshot.is_waypoint = True
+
+    def _worth(self, snapshot: Snapshot) -> tuple[bool, int]:
+        above = snapshot.node.parent
+        while above is not None and above.snapshot is None:
+            above = above.parent
+        cost = snapshot.node.depth - (above.depth if above else 0)
+        return not snapshot.is_waypoint, cost if snapshot.is_waypoint else snapshot.last_use + cost
+
+    def _frees_a_block(self, snapshot: Snapshot) -> bool:
+        return not snapshot.node.children and self._pool.is_kept(snapshot.node.block_id)
+
+    def _evict(self, candidates: Iterable[Snapshot]) -> None:
+        before = len(self._nodes)
+        self._remove(min(candidates, key=self._worth))
+        self.counts["num_evicted_snapshots"] += 1
+        self.counts["num_evicted_blocks"] += before - len(self._nodes)
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        del self._snapshots[snapshot]
+        self._free_slots.append(snapshot.index)
+        snapshot.node.snapshot = None
+        self._prune(snapshot.node)
+
+    def _prune(self, node: Node | None) -> None:
+        """Frees a block that nobody holds and no snapshot needs, and then those above it."""
+        while node and not node.children and node.snapshot is None and self._pool.is_kept(node.block_id):
+            self._pool.drop(node.block_id)
+            del self._nodes[node.block_hash], self._by_block[node.block_id]
+            if node.parent is not None:
+                del node.parent.children[node.block_hash]
+            node = node.parent
+
+
+def hash_block(above: bytes, token_ids: Sequence[int]) -> bytes:
+    return _hash(above, array("I", token_ids).tobytes())
+
+
+def _hash(*parts: bytes) -> bytes:
+    """Of the parts and of where one ends and the next begins."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
