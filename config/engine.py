@@ -39,6 +39,16 @@ class EngineConfig(Section):
     prefill_chunk: int = Field(default=512, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
     """Prompt tokens computed in one step; decoding requests get a token between two chunks."""
 
+    prefix_caching: bool = True
+    """Reuse what was computed for an earlier prompt that begins alike. Tenants never share."""
+
+    snapshot_bytes: int = Field(default=2**30, ge=0)
+    """Memory for recurrent states that reuse starts from, beside the KV cache; no more is taken than blocks can use."""
+
+    deterministic: bool = False
+    """Reuse only what was computed as part of a prompt, so that reuse never changes a token. Answers, which are
+    computed token by token and differ from that by rounding, are then computed again when they come back."""
+
     num_drafts: int = Field(default=3, ge=0, le=7)
     """Tokens that MTP proposes per step; 0 turns speculation off. Never changes what is generated at temperature 0."""
 
@@ -47,6 +57,9 @@ class EngineConfig(Section):
 
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine process; every core when not set."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the engine process. At `info` one line per request says how much of its prompt was reused, and why no more."""
 
     @model_validator(mode="after")
     def _cache_holds_one_request(self) -> Self:

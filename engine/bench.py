@@ -116,7 +116,8 @@ async def run_round(
     """Requests of one length at once, each with a prompt of its own."""
     sampling = SamplingParams(max_tokens=bench.output_tokens, temperature=bench.temperature, seed=0)
     requests = [
-        Request(f"{name}-{index}", cut(pool, index * num_prompt_tokens, num_prompt_tokens), sampling)
+        # a tenant of its own each: prompts of other lengths begin alike, and what is measured must be computed
+        Request(f"{name}-{index}", cut(pool, index * num_prompt_tokens, num_prompt_tokens), sampling, f"{name}-{index}")
         for index in range(count)
     ]
     return await asyncio.gather(*(run_request(client, request) for request in requests))

@@ -53,7 +53,7 @@ def check_fits(capacity: Capacity, block_bytes: int, fixed_bytes: int, free_byte
     advice = (
         f"set max_model_len and kv_cache_tokens to {fitting} or less"
         if fitting
-        else "lower max_num_requests, or give the engine more memory"
+        else "lower max_num_requests or snapshot_bytes, or give the engine more memory"
     )
     raise CapacityError(
         f"a KV cache of {capacity.kv_cache_tokens} tokens needs {_gib(capacity.num_blocks * block_bytes)} "

@@ -47,7 +47,9 @@ class EngineCore:
         if schedule.is_empty:
             return events
         outcomes = self._runner.run(schedule)
-        return events + [self._closed(event) for event in self._scheduler.update(schedule, outcomes)]
+        events += [self._closed(event) for event in self._scheduler.update(schedule, outcomes)]
+        self._runner.keep(self._scheduler.copies)
+        return events
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

@@ -8,18 +8,21 @@ import torch
 from config import EngineConfig
 from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
-from engine.cache.state_cache import StateCache
+from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.capacity import Capacity, check_fits, choose_capacity, free_host_bytes
 from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.errors import CapacityError
 from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig
 from engine.models.qwen3_5 import Qwen3_5
 from engine.models.weights import load_model
 from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 
+# to be raised with any change of what a layer computes or how its results lie in blocks and states
+NUMERICS_VERSION = 1
 EMBEDDED_NAME = "longlane-tiny"
 EMBEDDED_DIR = Path(__file__).parent / "embedded" / "checkpoint"
 
@@ -42,8 +45,10 @@ def load_engine(config: EngineConfig) -> EngineCore:
         kv_cache_tokens=capacity.kv_cache_tokens,
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
-    runner = _build_runner(model, capacity, info, constraints, device, dtype)
-    return EngineCore(info, _build_scheduler(config, capacity, info), runner, constraints)
+    num_snapshots = _choose_num_snapshots(config, model.config, capacity, dtype)
+    runner = _build_runner(model, capacity, info, constraints, num_snapshots, device, dtype)
+    scheduler = _build_scheduler(config, capacity, info, num_snapshots, cache_key(checkpoint_dir, dtype))
+    return EngineCore(info, scheduler, runner, constraints)
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -66,11 +71,29 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def cache_key(checkpoint_dir: Path, dtype: torch.dtype) -> bytes:
+    """What cached content depends on beside the text: the weights' files, the type and the arithmetic."""
+    files = sorted(file for file in checkpoint_dir.iterdir() if file.is_file())
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return repr((NUMERICS_VERSION, str(dtype), str(checkpoint_dir.resolve()), stats)).encode()
+
+
+def _choose_num_snapshots(
+    config: EngineConfig, model_config: ModelConfig, capacity: Capacity, dtype: torch.dtype
+) -> int:
+    """As many as the budget holds; more than one per block could never be used."""
+    if not config.prefix_caching:
+        return 0
+    one = StateSnapshots(model_config, 1, torch.device("meta"), dtype).num_bytes
+    return min(config.snapshot_bytes // one, capacity.num_blocks)
+
+
 def _build_runner(
     model: Qwen3_5,
     capacity: Capacity,
     info: EngineInfo,
     constraints: Constraints,
+    num_snapshots: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> ModelRunner:
@@ -78,14 +101,19 @@ def _build_runner(
     # the same classes on the meta device say what they would take, without taking it
     meta = torch.device("meta")
     fixed = StateCache(model.config, slots, meta).num_bytes + Sampler(vocab, slots, meta).num_bytes
+    fixed += StateSnapshots(model.config, num_snapshots, meta, dtype).num_bytes
     check_fits(capacity, KVCache(model.config, 1, meta, dtype).num_bytes, fixed, _free_bytes(device))
     kv = KVCache(model.config, capacity.num_blocks, device, dtype)
     states = StateCache(model.config, slots, device)
     sampler = Sampler(vocab, slots, device, constraints)
-    return ModelRunner(model, kv, states, sampler, BlockTables(slots, capacity.num_blocks, device), info.num_drafts)
+    tables = BlockTables(slots, capacity.num_blocks, device)
+    snapshots = StateSnapshots(model.config, num_snapshots, device, dtype)
+    return ModelRunner(model, kv, states, sampler, tables, info.num_drafts, snapshots)
 
 
-def _build_scheduler(config: EngineConfig, capacity: Capacity, info: EngineInfo) -> Scheduler:
+def _build_scheduler(
+    config: EngineConfig, capacity: Capacity, info: EngineInfo, num_snapshots: int, key: bytes
+) -> Scheduler:
     return Scheduler(
         num_blocks=capacity.num_blocks,
         num_slots=info.max_num_requests,
@@ -93,6 +121,9 @@ def _build_scheduler(config: EngineConfig, capacity: Capacity, info: EngineInfo)
         num_drafts=info.num_drafts,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        num_snapshots=num_snapshots,
+        cache_key=key,
+        reuses_decoded=not config.deterministic,
     )
 
 

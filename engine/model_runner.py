@@ -1,18 +1,18 @@
 """Runs what the scheduler decided: forward, sample, accept, draft."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
 from engine.batch import BlockTables, RequestRows, build_batch
 from engine.cache.kv_cache import KVCache
-from engine.cache.state_cache import StateCache
+from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.models.qwen3_5 import Qwen3_5
 from engine.request import TokenLogprob
 from engine.sampler import Sampler, SamplingRow, logprobs
-from engine.scheduler import Outcome, RequestState, Schedule
+from engine.scheduler import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
 from engine.speculative import Advance, Drafter, accept, sampling_row
 
 
@@ -22,12 +22,14 @@ class Span:
 
     first_row    where they lie among the rows of the step
     num_sampled  the last so many of them get a token
+    restored     index of the snapshot that they follow upon, if they do
     """
 
     state: RequestState
     rows: RequestRows
     first_row: int
     num_sampled: int
+    restored: int | None = None
 
     @property
     def sampled_rows(self) -> range:
@@ -47,14 +49,23 @@ class ModelRunner:
     """Owns the model and what requests have on the device, by slot and by block."""
 
     def __init__(
-        self, model: Qwen3_5, kv: KVCache, states: StateCache, sampler: Sampler, tables: BlockTables, num_drafts: int
+        self,
+        model: Qwen3_5,
+        kv: KVCache,
+        states: StateCache,
+        sampler: Sampler,
+        tables: BlockTables,
+        num_drafts: int,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._states = states
         self._sampler = sampler
         self._tables = tables
+        self._snapshots = snapshots
         self._drafter = Drafter(model, kv, sampler, tables, num_drafts) if num_drafts else None
+        self._last_hidden: dict[int, tuple[int, torch.Tensor]] = {}
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> list[Outcome]:
@@ -64,17 +75,32 @@ class ModelRunner:
         hidden = self._forward(spans, num_chunks=len(schedule.chunks))
         found = self._sample([span for span in spans if span.num_sampled], hidden)
         drafts = self._draft(spans, found, hidden)
+        self._last_hidden = {span.state.slot: (span.rows.start, hidden[span.first_row :]) for span in spans}
         return [Outcome(choice.token_ids, choice.logprobs, drafts.get(slot, ())) for slot, choice in found.items()]
+
+    @torch.inference_mode()
+    def keep(self, copies: Sequence[SnapshotCopy]) -> None:
+        """Copies states as the last run left them in their slots, whether or not their requests are still there."""
+        for copy in copies:
+            assert self._snapshots is not None
+            if copy.num_folded:
+                self._states.fold(copy.slot, copy.num_folded)
+            start, hidden = self._last_hidden[copy.slot]
+            self._snapshots.save(copy.index, self._states, copy.slot, hidden[copy.position - 1 - start])
 
     def _prepare(self, schedule: Schedule) -> None:
         for chunk in schedule.chunks:
-            if chunk.start == 0:
-                self._begin(chunk.state)
+            if chunk.is_first:
+                self._begin(chunk)
         for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
             self._tables.extend(state.slot, state.block_ids)
 
-    def _begin(self, state: RequestState) -> None:
+    def _begin(self, chunk: Chunk) -> None:
+        state = chunk.state
         self._states.reset(state.slot)
+        if chunk.restored is not None:
+            assert self._snapshots is not None
+            self._snapshots.restore(chunk.restored, self._states, state.slot)
         self._tables.begin(state.slot)
         self._sampler.begin(state.slot, state.request.prompt_token_ids, state.request.sampling)
 
@@ -106,6 +132,11 @@ class ModelRunner:
         if self._drafter is None:
             return {}
         advances = [advance_of(span, found.get(span.state.slot)) for span in spans]
+        for i, span in enumerate(spans):
+            if span.restored is not None:
+                assert self._snapshots is not None
+                advances[i] = after_hit(advances[i], hidden_row=len(hidden))
+                hidden = torch.cat([hidden, self._snapshots.hidden(span.restored)[None]])
         drafts = self._drafter.draft(advances, hidden)
         return {span.state.slot: tokens for span, tokens in zip(spans, drafts, strict=True)}
 
@@ -115,7 +146,7 @@ def spans_of(schedule: Schedule) -> list[Span]:
     spans, first_row = [], 0
     for chunk in schedule.chunks:
         rows = RequestRows(chunk.state.slot, chunk.start, chunk.state.token_ids[chunk.start : chunk.end])
-        spans.append(Span(chunk.state, rows, first_row, num_sampled=int(chunk.ends_prompt)))
+        spans.append(Span(chunk.state, rows, first_row, int(chunk.ends_prompt), chunk.restored))
         first_row += len(rows.token_ids)
     for state in schedule.decodes:
         token_ids = [state.token_ids[-1], *state.draft_token_ids]
@@ -136,7 +167,22 @@ def advance_of(span: Span, choice: Choice | None) -> Advance:
     """The rows that stand: all of a chunk; of a decode, the last token's and the accepted drafts'."""
     known = span.state.token_ids[span.rows.start + 1 : span.rows.end + 1]
     added = choice.token_ids if choice else ()
-    return Advance(span.state, span.rows.start, span.first_row, (*known, *added), is_current=choice is not None)
+    next_token_ids = (*known, *added)
+    hidden_rows = range(span.first_row, span.first_row + len(next_token_ids))
+    return Advance(span.state, span.rows.start, hidden_rows, next_token_ids, is_current=choice is not None)
+
+
+def after_hit(advance: Advance, hidden_row: int) -> Advance:
+    """With the row before it too: MTP's row of the last token that was reused depends on the token after it.
+
+    hidden_row  where that token's hidden state is
+    """
+    return replace(
+        advance,
+        start=advance.start - 1,
+        hidden_rows=(hidden_row, *advance.hidden_rows),
+        next_token_ids=(advance.state.token_ids[advance.start], *advance.next_token_ids),
+    )
 
 
 def _logprobs(logits: torch.Tensor, token_ids: Sequence[int], state: RequestState) -> tuple[TokenLogprob, ...]:

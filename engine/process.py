@@ -1,6 +1,7 @@
 """The engine's own process: `python -m engine.process ADDRESS`, settings as JSON in the first line of its input."""
 
 import faulthandler
+import logging
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_leave_with_parent, args=(address,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

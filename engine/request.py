@@ -100,7 +100,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and counters since start, sent along with the events of a step."""
+    """Gauges and counters since start, sent along with the events of a step.
+
+    num_prompt_tokens     computed; those reused are num_cached_tokens
+    num_free_kv_blocks    that no running request holds, cached ones included
+    num_cached_blocks     that a prompt may reuse, those of running requests included
+    num_snapshots         recurrent states that stand for reuse
+    num_evicted_blocks    cached ones that were given up for others; likewise num_evicted_snapshots
+    num_prefix_queries    requests whose prompt was looked up
+    """
 
     num_waiting: int = 0
     num_running: int = 0
@@ -113,3 +121,9 @@ class EngineStats:
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
     num_aborted: int = 0
+    num_cached_blocks: int = 0
+    num_snapshots: int = 0
+    num_prefix_queries: int = 0
+    num_cached_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_evicted_snapshots: int = 0

@@ -1,6 +1,7 @@
 """Decides what the next step computes. Plain data in, plain data out."""
 
 import enum
+import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,8 +9,11 @@ from dataclasses import dataclass, field
 
 from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
+from engine.cache.prefix_cache import CachedPath, Hit, PrefixCache
 from engine.errors import QueueFullError
 from engine.request import EngineStats, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
+
+log = logging.getLogger("longlane.engine")
 
 
 class RequestStatus(enum.Enum):
@@ -27,23 +31,31 @@ class RequestState:
     token_ids            prompt and output so far
     num_computed_tokens  tokens whose KV and GDN state stand
     num_accepted_rows    rows of its last pass that stand but are not yet folded into the GDN state
+    num_cached_tokens    of its prompt that were not computed again
     draft_token_ids      MTP's proposal for what follows token_ids
     block_ids            KV blocks, in order of position
     num_promised_blocks  reserved and not yet taken
     slot                 of its GDN state and its sampling counts; -1 while it waits
+    path                 its blocks that the prefix cache knows
+    cuts                 where chunks of its prompt end beside the budget, so that a state can stand there
+    has_begun            its first chunk was scheduled, and with it decided what it reuses
     """
 
     request: Request
     arrival: int
     seed: int
     token_ids: list[int]
+    path: CachedPath
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_accepted_rows: int = 0
+    num_cached_tokens: int = 0
     draft_token_ids: tuple[int, ...] = ()
     block_ids: list[int] = field(default_factory=list)
     num_promised_blocks: int = 0
     slot: int = -1
+    cuts: tuple[int, ...] = ()
+    has_begun: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -59,17 +71,27 @@ class RequestState:
         return self.num_prompt_tokens + self.request.sampling.max_tokens
 
     @property
+    def num_shared_blocks(self) -> int:
+        return self.num_cached_tokens // BLOCK_SIZE
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens start : end of one request."""
+    """Prompt tokens start : end of one request.
+
+    is_first  nothing of the request is on the device yet but the blocks that it shares
+    restored  index of the snapshot that it starts from; None anywhere but at a first chunk with a hit
+    """
 
     state: RequestState
     start: int
     end: int
+    is_first: bool = False
+    restored: int | None = None
 
     @property
     def ends_prompt(self) -> bool:
@@ -103,14 +125,31 @@ class Outcome:
     draft_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotCopy:
+    """The state of a slot's request after `position` tokens, to be copied once the step is done.
+
+    index       of the snapshot
+    num_folded  rows of the pass that the state needs to get there; what comes after them stays pending
+    """
+
+    slot: int
+    index: int
+    position: int
+    num_folded: int = 0
+
+
 class Scheduler:
     """Makes every request's num_computed_tokens catch up with its number of tokens; there are no phases.
 
     A request is admitted when a slot is free and its prompt + max_tokens can be promised in blocks, in the order of
     priority (higher first), then arrival. What is admitted finishes: nothing is preempted.
 
-    Who owns what: the scheduler owns pool and slots; a RequestState holds blocks, promises and a slot from `_admit`
-    to `_release`, and nothing before or after.
+    What it reuses is decided with its first chunk, not before: what others compute meanwhile counts, and the snapshot
+    that it starts from cannot be given up in between. Admission reserves as if nothing were reused; a hit gives back.
+
+    Who owns what: the scheduler owns pool, prefix cache and slots; a RequestState holds blocks, promises and a slot
+    from `_admit` to `_release`, and nothing before or after.
     """
 
     def __init__(
@@ -122,8 +161,18 @@ class Scheduler:
         num_drafts: int,
         max_queued_requests: int,
         max_queued_tokens: int,
+        num_snapshots: int = 0,
+        cache_key: bytes = b"",
+        reuses_decoded: bool = True,
     ) -> None:
+        """num_snapshots    0 turns reuse off
+        cache_key        what the content of a block depends on beside its tokens
+        reuses_decoded   also keep what was computed token by token; it differs from prefill by rounding
+        """
         self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(self._pool, num_snapshots, cache_key)
+        self._reuses_decoded = reuses_decoded
+        self._copies: list[SnapshotCopy] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._prefill_chunk = prefill_chunk
@@ -146,7 +195,8 @@ class Scheduler:
 
     def add(self, request: Request, seed: int) -> None:
         """Takes a checked request. raises QueueFullError when it would have to wait and may not"""
-        state = RequestState(request, self._num_arrived, seed, list(request.prompt_token_ids))
+        path = self._cache.begin(request.cache_salt)
+        state = RequestState(request, self._num_arrived, seed, list(request.prompt_token_ids), path)
         if self._waiting or not self._admit(state):
             self._check_queue(state)
             insort(self._waiting, state, key=_queue_order)
@@ -160,7 +210,7 @@ class Scheduler:
             return None
         self._counts["num_aborted"] += 1
         self._release(state)
-        return TokenEvent(request_id, finish_reason="abort")
+        return TokenEvent(request_id, finish_reason="abort", num_cached_tokens=state.num_cached_tokens)
 
     def schedule(self) -> Schedule:
         while self._waiting and self._admit(self._waiting[0]):
@@ -176,19 +226,27 @@ class Scheduler:
         return schedule
 
     def update(self, schedule: Schedule, outcomes: Sequence[Outcome]) -> list[TokenEvent]:
-        """Takes over what the step computed; one event per request that got a token.
+        """Takes over what the step computed; one event per request that got a token. Then `copies` has to be done,
+        before anything else happens to slots.
 
         outcomes  one per request in schedule.sampled
         """
         self._counts["num_steps"] += 1
+        self._copies = []
         for chunk in schedule.chunks:
             chunk.state.num_computed_tokens = chunk.end
             self._counts["num_prompt_tokens"] += chunk.end - chunk.start
+            self._address(chunk.state, chunk.start)
         events = []
         for state, outcome in zip(schedule.sampled, outcomes, strict=True):
             self._accept(state, outcome)
             events.append(self._append(state, outcome))
         return events
+
+    @property
+    def copies(self) -> tuple[SnapshotCopy, ...]:
+        """States of the last step that are to be kept."""
+        return tuple(self._copies)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -197,15 +255,20 @@ class Scheduler:
             num_waiting_tokens=self._num_waiting_tokens(),
             num_kv_blocks=self._pool.num_blocks,
             num_free_kv_blocks=self._pool.num_free,
+            num_cached_blocks=self._cache.num_blocks,
+            num_snapshots=self._cache.num_snapshots,
             **self._counts,
+            **self._cache.counts,
         )
 
     def check_integrity(self) -> None:
         """Asserts that blocks and slots belong to running requests alone; when idle, that nothing is held."""
-        self._pool.check_integrity()
-        blocks = [block_id for state in self._running for block_id in state.block_ids]
+        self._cache.check_integrity()
+        own = [block_id for state in self._running for block_id in state.block_ids[state.num_shared_blocks :]]
+        held = {block_id for state in self._running for block_id in (*state.block_ids, *state.path.extra_ids)}
         slots = [state.slot for state in self._running]
-        assert len(set(blocks)) == len(blocks) == self._pool.num_blocks - self._pool.num_free
+        assert len(set(own)) == len(own), "a block that is written to has two owners"
+        assert len(held) == self._pool.num_blocks - self._pool.num_free
         assert sorted(self._free_slots + slots) == list(range(self._num_slots))
         assert len(self._by_id) == len(self._running) + len(self._waiting)
         assert self._running or self._pool.is_idle
@@ -222,7 +285,7 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         if state.status is RequestStatus.RUNNING:
-            self._pool.release(state.block_ids, state.num_promised_blocks)
+            self._cache.leave(state.path, state.block_ids, state.num_promised_blocks)
             self._free_slots.append(state.slot)
             self._running.remove(state)
         else:
@@ -249,19 +312,67 @@ class Scheduler:
         for state in self._running:
             if not state.is_prefilling:
                 continue
-            start, end = state.num_computed_tokens, state.num_prompt_tokens
-            if end - start > budget:
-                end = (start + budget) // BLOCK_SIZE * BLOCK_SIZE
-            if end <= start:
+            chunk = self._cut(state, budget) if budget else None
+            if chunk is None:
                 return
-            yield Chunk(state, start, end)
-            budget -= end - start
+            yield chunk
+            budget -= chunk.end - chunk.start
+
+    def _cut(self, state: RequestState, budget: int) -> Chunk | None:
+        """The next chunk of one prompt; None when not even a block of it fits the budget."""
+        if state.has_begun:
+            end = _chunk_end(state, state.num_computed_tokens, state.cuts, budget)
+            return Chunk(state, state.num_computed_tokens, end) if end > state.num_computed_tokens else None
+        hit = self._cache.lookup(state.path, state.request.prompt_token_ids)
+        cuts = self._choose_cuts(state, hit)
+        end = _chunk_end(state, hit.depth, cuts, budget)
+        if end <= hit.depth:
+            return None
+        return Chunk(state, hit.depth, end, is_first=True, restored=self._begin(state, hit, cuts))
+
+    def _choose_cuts(self, state: RequestState, hit: Hit) -> tuple[int, ...]:
+        """Where another conversation left this text, and the last whole block that the same prompt could reuse."""
+        if not self._cache.is_enabled:
+            return ()
+        return hit.known, (state.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    def _begin(self, state: RequestState, hit: Hit, cuts: tuple[int, ...]) -> int | None:
+        """Takes over what is reused; returns the snapshot to start from."""
+        state.has_begun, state.cuts = True, cuts
+        state.num_computed_tokens = state.num_cached_tokens = hit.depth
+        state.block_ids = [node.block_id for node in hit.nodes]
+        state.num_promised_blocks -= len(hit.nodes)
+        log.info(
+            *("request %s: %d of %d prompt tokens reused; %s", state.request.request_id),
+            *(hit.depth, state.num_prompt_tokens, hit.explain()),
+        )
+        return self._cache.adopt(state.path, hit)
+
+    def _address(self, state: RequestState, num_before: int) -> None:
+        """Makes what stands now known to the prefix cache, and where whole blocks end keeps the state too.
+
+        num_before  tokens whose rows the committed state holds beside what a chunk has just committed
+        """
+        is_decoded = num_before >= state.num_prompt_tokens
+        if is_decoded and not self._reuses_decoded:
+            return
+        # an output may end before the last row that was accepted
+        num_final = min(state.num_computed_tokens, len(state.token_ids))
+        self._cache.extend(state.path, state.token_ids, num_final, state.block_ids)
+        position = num_final // BLOCK_SIZE * BLOCK_SIZE
+        if position <= num_before or not (is_decoded or position == num_final):
+            return
+        index = self._cache.stand(state.path, is_decoded)
+        if index is not None:
+            num_folded = position - num_before if is_decoded else 0
+            self._copies.append(SnapshotCopy(state.slot, index, position, num_folded))
+            state.num_accepted_rows -= num_folded
 
     def _cover(self, state: RequestState, num_tokens: int) -> None:
         """Takes blocks for the rows of this pass and for the positions at which MTP drafts after it."""
         last = min(num_tokens + self._num_drafts, state.token_limit)
         while len(state.block_ids) * BLOCK_SIZE < last:
-            state.block_ids.append(self._pool.take())
+            state.block_ids.append(self._cache.take())
             state.num_promised_blocks -= 1
 
     def _accept(self, state: RequestState, outcome: Outcome) -> None:
@@ -277,9 +388,12 @@ class Scheduler:
         kept, reason = cut_at_end(outcome.token_ids, state.num_output_tokens, state.request.sampling)
         state.token_ids += kept
         self._counts["num_output_tokens"] += len(kept)
+        if state.num_accepted_rows:
+            self._address(state, state.num_computed_tokens - state.num_accepted_rows)
         if reason is not None:
             self._release(state)
-        return TokenEvent(state.request.request_id, kept, outcome.logprobs[: len(kept)], reason)
+        logprobs = outcome.logprobs[: len(kept)]
+        return TokenEvent(state.request.request_id, kept, logprobs, reason, state.num_cached_tokens)
 
 
 def cut_at_end(
@@ -292,6 +406,11 @@ def cut_at_end(
         if num_output_tokens + index + 1 == sampling.max_tokens:
             return token_ids[: index + 1], "length"
     return token_ids, None
+
+
+def _chunk_end(state: RequestState, start: int, cuts: tuple[int, ...], budget: int) -> int:
+    end = min((cut for cut in cuts if cut > start), default=state.num_prompt_tokens)
+    return end if end - start <= budget else (start + budget) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _queue_order(state: RequestState) -> tuple[int, int]:

@@ -47,14 +47,14 @@ class Advance:
     """Rows of a request that stand after a pass of the target, and the token that follows each of them.
 
     start           position of the first
-    first_row       where its hidden state is among those of the pass
+    hidden_rows     where their hidden states are among those of the pass
     next_token_ids  one per row
     is_current      the last of next_token_ids is the request's newest token, so drafts may follow it
     """
 
     state: RequestState
     start: int
-    first_row: int
+    hidden_rows: Sequence[int]
     next_token_ids: Sequence[int]
     is_current: bool
 
@@ -102,7 +102,7 @@ class Drafter:
 
     def _follow(self, advances: Sequence[Advance], hidden: torch.Tensor) -> torch.Tensor:
         """MTP over the rows that stand; its hidden state of each advance's last row."""
-        standing = [row for a in advances for row in range(a.first_row, a.first_row + len(a.next_token_ids))]
+        standing = [row for advance in advances for row in advance.hidden_rows]
         rows = [RequestRows(a.state.slot, a.start, a.next_token_ids) for a in advances]
         batch = build_batch(rows, self._tables, commits=False)
         out = self._model.forward_mtp(batch, hidden[standing], self._kv)

@@ -1,10 +1,13 @@
-"""Gated DeltaNet state of all requests, in slots."""
+"""Gated DeltaNet state of all requests, in slots, and snapshots of it."""
 
 import torch
 
 from engine.batch import MAX_PENDING_ROWS
 from engine.models.config import CONV_WIDTH, GDN_HEAD_DIM, ModelConfig
 from engine.ops.delta_state import DeltaState
+from engine.ops.gated_delta_fold import gated_delta_fold
+
+NUM_TAPS = CONV_WIDTH - 1
 
 
 class StateCache:
@@ -23,7 +26,7 @@ class StateCache:
         self.num_slots = num_slots
         self._storage = DeltaState(
             state=zeros(num_slots, value_heads, GDN_HEAD_DIM, GDN_HEAD_DIM),
-            inputs=zeros(num_slots, CONV_WIDTH - 1 + MAX_PENDING_ROWS, config.gdn_channels),
+            inputs=zeros(num_slots, NUM_TAPS + MAX_PENDING_ROWS, config.gdn_channels),
             pending_key=zeros(*pending, key_heads, GDN_HEAD_DIM),
             pending_u=zeros(*pending, value_heads, GDN_HEAD_DIM),
             pending_alpha=zeros(*pending, value_heads),
@@ -38,3 +41,51 @@ class StateCache:
         """The slot is as new: a request that begins there sees nothing of the one before."""
         for tensor in self._storage.tensors():
             tensor[:, slot].zero_()
+
+    def fold(self, slot: int, count: int) -> None:
+        """Commits the first `count` pending rows; those after them move up."""
+        slots = torch.tensor([slot], device=self._storage.state.device)
+        counts = torch.tensor([count], dtype=torch.int32, device=slots.device)
+        for memory in self.layers:
+            gated_delta_fold(memory, slots, counts)
+        pending = (self._storage.pending_key, self._storage.pending_u, self._storage.pending_alpha)
+        for rows in (self._storage.inputs[:, slot, NUM_TAPS:], *(tensor[:, slot] for tensor in pending)):
+            rows[:, : rows.shape[1] - count] = rows[:, count:].clone()
+
+    def committed(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one slot in all layers: state, and the convolution's last inputs.  [layers, ...], not copies"""
+        return self._storage.state[:, slot], self._storage.inputs[:, slot, :NUM_TAPS]
+
+
+class StateSnapshots:
+    """Committed states that stand for reuse, each with the target's hidden state of the same token.
+
+    The hidden state is there for MTP, whose row of a token needs the token after it: the row of a snapshot's last
+    token belongs to whatever goes on from there.
+    """
+
+    def __init__(self, config: ModelConfig, count: int, device: torch.device, dtype: torch.dtype) -> None:
+        layers, channels = config.num_gdn_layers, config.gdn_channels
+        heads = (config.linear_num_value_heads, GDN_HEAD_DIM, GDN_HEAD_DIM)
+        self._state = torch.zeros(count, layers, *heads, device=device)
+        self._taps = torch.zeros(count, layers, NUM_TAPS, channels, device=device)
+        self._hidden = torch.zeros(count, config.hidden_size, device=device, dtype=dtype)
+        self.count = count
+
+    @property
+    def num_bytes(self) -> int:
+        return self._state.nbytes + self._taps.nbytes + self._hidden.nbytes
+
+    def save(self, index: int, states: StateCache, slot: int, hidden: torch.Tensor) -> None:
+        """hidden  [hidden]"""
+        state, taps = states.committed(slot)
+        self._state[index], self._taps[index], self._hidden[index] = state, taps, hidden
+
+    def restore(self, index: int, states: StateCache, slot: int) -> None:
+        state, taps = states.committed(slot)
+        state.copy_(self._state[index])
+        taps.copy_(self._taps[index])
+
+    def hidden(self, index: int) -> torch.Tensor:
+        """[hidden]"""
+        return self._hidden[index]

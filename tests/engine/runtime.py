@@ -29,12 +29,14 @@ class Output:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
+        self.num_cached_tokens = 0
 
     def add(self, event: TokenEvent) -> None:
         assert self.finish_reason is None, "an event after the last one"
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
         self.finish_reason = event.finish_reason
+        self.num_cached_tokens = event.num_cached_tokens
 
 
 def drain(core: EngineCore, outputs: dict[str, Output] | None = None) -> dict[str, Output]:
@@ -46,6 +48,12 @@ def drain(core: EngineCore, outputs: dict[str, Output] | None = None) -> dict[st
     core.check_integrity()
     assert core.stats().num_free_kv_blocks == core.stats().num_kv_blocks
     return outputs
+
+
+def finish(core: EngineCore, each: Request) -> Output:
+    """One request alone, to its end."""
+    core.add(each)
+    return drain(core)[each.request_id]
 
 
 def generate(core: EngineCore, *requests: Request) -> list[list[int]]:

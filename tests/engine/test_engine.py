@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_the_model(core, checkpoint_dir):
 def test_decoding_goes_on_while_a_long_prompt_is_read(core):
     core.add(request("short", prompt(1, 10), max_tokens=100))
     core.step()
-    core.add(request("long", prompt(2, 640), max_tokens=4))
+    core.add(request("long", prompt(12, 640), max_tokens=4))
     for _ in range(9):
         assert {event.request_id for event in core.step()} == {"short"}
     assert {event.request_id for event in core.step()} == {"short", "long"}

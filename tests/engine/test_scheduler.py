@@ -173,13 +173,119 @@ def test_abort_of_an_unknown_request_is_ignored():
     assert scheduler().abort("nobody") is None
 
 
+def cached(scheduler, name, num_prompt_tokens, **changes):
+    """Tokens that a prompt reuses; the request runs to its end."""
+    scheduler.add(request(name, num_prompt_tokens, **changes), seed=0)
+    while scheduler.has_requests:
+        _, events = step(scheduler, token_ids=(1,))
+    scheduler.check_integrity()
+    return events[-1].num_cached_tokens
+
+
+def test_prompts_are_cut_where_states_stand():
+    s = scheduler(num_snapshots=4)
+    s.add(request("a", 300), seed=0)
+    expected = [(0, 128), (128, 256), (256, 300)]
+    assert [spans(step(s)[0]) for _ in range(3)] == [[("a", *each)] for each in expected]
+    s.abort("a")
+    s.add(request("b", 320), seed=0)
+    # the state after 256 tokens is there; the last token's row has to be computed in any case
+    assert spans(step(s)[0]) == [("b", 256, 320)]
+
+
+def test_a_prompt_of_whole_blocks_leaves_a_state_for_itself_and_one_for_what_follows():
+    s = scheduler(num_snapshots=4)
+    assert cached(s, "a", 192) == 0
+    assert cached(s, "same", 192) == 128
+    assert cached(s, "longer", 193) == 192
+
+
+def test_an_aborted_prefill_is_resumed():
+    s = scheduler(num_snapshots=4)
+    s.add(request("a", 600), seed=0)
+    step(s)
+    step(s)
+    s.abort("a")
+    s.check_integrity()
+    assert spans(step_of(s, request("retry", 600))) == [("retry", 256, 384)]
+
+
+def step_of(scheduler, each):
+    scheduler.add(each, seed=0)
+    return step(scheduler)[0]
+
+
+@pytest.mark.parametrize("reuses_decoded, expected", [(True, 192), (False, 64)])
+def test_an_answer_is_reused_up_to_its_last_whole_block(reuses_decoded, expected):
+    s = scheduler(num_snapshots=4, reuses_decoded=reuses_decoded)
+    cached(s, "a", 100, max_tokens=110)
+    assert cached(s, "b", 230) == expected
+
+
+def test_the_state_of_an_answer_stands_where_a_block_ends_among_accepted_rows():
+    s = scheduler(num_snapshots=4)
+    s.add(request("a", 62, max_tokens=20), seed=0)
+    step(s, token_ids=(1,), drafts=(1, 1, 1))
+    (state,) = s.running
+    step(s, token_ids=(1, 1, 1))
+    (copy,) = s.copies
+    # rows 62, 63 and 64 stand: two of them belong to the block, one stays pending
+    assert (copy.position, copy.num_folded) == (64, 2)
+    assert (state.num_computed_tokens, state.num_accepted_rows) == (65, 1)
+
+
+def test_rejected_drafts_do_not_fill_a_block():
+    s = scheduler(num_snapshots=4)
+    s.add(request("a", 62, max_tokens=20), seed=0)
+    step(s, token_ids=(1,), drafts=(1, 1, 1))
+    step(s, token_ids=(9,))
+    (state,) = s.running
+    assert (state.num_computed_tokens, state.path.depth, s.copies) == (63, 0, ())
+
+
+def test_tokens_after_a_stop_do_not_fill_a_block():
+    """Accepted with the stop token, but not part of the output."""
+    s = scheduler(num_snapshots=4)
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(99,))
+    s.add(Request("a", (1,) * 60, sampling), seed=0)
+    step(s, token_ids=(1,), drafts=(1, 99, 1))
+    _, (event,) = step(s, token_ids=(1, 99, 1, 1))
+    assert (event.token_ids, event.finish_reason, s.copies) == ((1,), "stop", ())
+    assert s.stats().num_cached_blocks == 0
+
+
+def test_what_is_cached_gives_way_to_what_is_admitted():
+    s = scheduler(num_blocks=4, num_snapshots=4)
+    cached(s, "a", 130)
+    assert s.stats().num_cached_blocks == 2
+    s.add(Request("b", (2,) * 200, SamplingParams(max_tokens=56)), seed=0)
+    assert s.stats().num_running == 1
+    while s.has_requests:
+        step(s, token_ids=(3,))
+    s.check_integrity()
+    assert s.stats().num_evicted_blocks == 2
+
+
 class Chaos(RuleBasedStateMachine):
     """Random submits, steps with random acceptance, and aborts in any state."""
 
-    @initialize(num_blocks=st.integers(2, 20), num_slots=st.integers(1, 4), prefill_chunk=st.sampled_from([64, 128]))
-    def start(self, num_blocks, num_slots, prefill_chunk):
-        self.scheduler = scheduler(num_blocks=num_blocks, num_slots=num_slots, prefill_chunk=prefill_chunk)
+    @initialize(
+        num_blocks=st.integers(2, 20),
+        num_slots=st.integers(1, 4),
+        prefill_chunk=st.sampled_from([64, 128]),
+        num_snapshots=st.integers(0, 4),
+        reuses_decoded=st.booleans(),
+    )
+    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded):
+        self.scheduler = scheduler(
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            prefill_chunk=prefill_chunk,
+            num_snapshots=num_snapshots,
+            reuses_decoded=reuses_decoded,
+        )
         self.num_blocks = num_blocks
+        self.num_snapshots = num_snapshots
         self.expected: dict[str, int] = {}
         self.num_submitted = 0
 
@@ -210,11 +316,27 @@ class Chaos(RuleBasedStateMachine):
         for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
             assert len(state.block_ids) * 64 <= state.token_limit + 63
         self.check_rows_have_blocks(schedule)
+        standing = {state.slot: state.num_computed_tokens for state in schedule.decodes}
         for event in self.scheduler.update(schedule, [self.outcome(data, state) for state in schedule.sampled]):
             self.expected[event.request_id] -= len(event.token_ids)
             assert self.expected[event.request_id] >= 0
             if event.finish_reason is not None:
                 assert self.expected.pop(event.request_id) == 0
+        self.check_copies(schedule, standing)
+
+    def check_copies(self, schedule, standing):
+        """A snapshot stands at a multiple of 64 that the step has reached, not beyond what was accepted."""
+        ends = {chunk.state.slot: chunk.end for chunk in schedule.chunks}
+        for copy in self.scheduler.copies:
+            assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
+            if copy.slot in standing:
+                assert copy.position == standing[copy.slot] + copy.num_folded
+                assert 0 < copy.num_folded <= 1 + NUM_DRAFTS
+            else:
+                assert (copy.position, copy.num_folded) == (ends[copy.slot], 0)
+        for state in self.scheduler.running:
+            assert 0 <= state.num_accepted_rows <= 1 + NUM_DRAFTS
+            assert state.path.depth <= min(state.num_computed_tokens, len(state.token_ids))
 
     def check_rows_have_blocks(self, schedule):
         for chunk in schedule.chunks:
