@@ -32,7 +32,6 @@ from engine.ops.attention_decode import (  # noqa: E402
     attention_decode_reference,
     attention_decode_triton,
 )
-from engine.ops.attention_decode_gluon import attention_decode_gluon  # noqa: E402
 from engine.ops.attention_prefill import attention_prefill_triton  # noqa: E402
 from engine.ops.coded_kv import CodedKV, decoded  # noqa: E402
 from engine.ops.kv_append_coded import kv_append_coded_reference, kv_append_coded_triton  # noqa: E402
@@ -105,34 +104,6 @@ def check_decode(codec, kv_heads, heads):
     return found
 
 
-def check_gluon(codec, kv_heads, heads):
-    """The kernel with explicit layouts against the oracle and against its plain neighbour."""
-    if not codec.is_coded:
-        return "plain"
-    found = []
-    for context in CHECK_CONTEXTS:
-        num_blocks = -(-context // BLOCK)
-        cache = storage(codec, num_blocks, kv_heads)
-        tables = torch.randperm(num_blocks, device=DEVICE).int().view(1, -1)
-        query = torch.randn(8, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-        oracle = attention_decode_reference(query.double(), cache, integers(0, 8), integers(context), tables, SCALE)
-        workspace = DecodeWorkspace.empty(8, heads, HEAD_DIM, context, DEVICE)
-
-        def run(rows, query=query, cache=cache, tables=tables, context=context, workspace=workspace, **options):
-            part = query[-rows:].contiguous()
-            starts, lens = integers(0, rows), integers(context)
-            return attention_decode_gluon(
-                part, cache, starts, lens, tables, SCALE, rows, context, workspace, programs=264, **options
-            )
-
-        whole = run(8)
-        same = {f"{rows} rows": torch.equal(run(rows), whole[-rows:]) for rows in (1, 3)}
-        same["plain kernel"] = torch.equal(decode(query, cache, tables, context, workspace), whole)
-        same["168 registers"] = torch.equal(run(8, max_registers=168), whole)
-        found.append({"context": context, **errors(whole, oracle), "same_bits": same})
-    return found
-
-
 def check_prefill(codec, kv_heads, heads):
     context, rows = 3000, 700
     cache = storage(codec, -(-context // BLOCK), kv_heads)
@@ -164,7 +135,7 @@ def check_append(codec, kv_heads, _heads):
     return {"different": different, **errors(stored, keys.double())}
 
 
-CHECKS = {"decode": check_decode, "gluon": check_gluon, "prefill": check_prefill, "append": check_append}
+CHECKS = {"decode": check_decode, "prefill": check_prefill, "append": check_append}
 
 
 def guarded(part, *args):
@@ -228,9 +199,7 @@ def copy_bytes_per_s():
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
-def time_decode(
-    codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONTEXTS, kernel=attention_decode_triton, **options
-):
+def time_decode(codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONTEXTS, **options):
     found = []
     for context in contexts:
         per_copy = context // BLOCK
@@ -245,7 +214,7 @@ def time_decode(
 
             def run(query=query, cache=cache, tables=tables, starts=starts, lens=lens, workspace=workspace):
                 for table in tables:
-                    kernel(
+                    attention_decode_triton(
                         query, cache, starts, lens, table, SCALE, len(query), table.shape[1] * BLOCK, workspace,
                         **options,
                     )  # fmt: skip
@@ -297,9 +266,6 @@ def time_all(copy_rate):
             results[f"{model} {name}"] = {
                 "decode": guarded(time_decode, codec, *heads, copy_rate),
                 "decode_dependent": guarded(dependent_decode, codec, *heads, copy_rate),
-                "gluon": guarded(gluon_decode, codec, *heads, copy_rate, ROWS, None),
-                "gluon_168": guarded(gluon_decode, codec, *heads, copy_rate, (1,), 168),
-                "gluon_128": guarded(gluon_decode, codec, *heads, copy_rate, (1,), 128),
                 "prefill": guarded(time_prefill, codec, *heads),
                 "append": guarded(time_append, codec, *heads),
             }
@@ -308,14 +274,6 @@ def time_all(copy_rate):
 
 def dependent_decode(codec, kv_heads, heads, copy_rate):
     return time_decode(codec, kv_heads, heads, copy_rate, rows_list=(1,), dependent=True)
-
-
-def gluon_decode(codec, kv_heads, heads, copy_rate, rows_list, max_registers):
-    if not codec.is_coded:
-        return "plain"
-    programs = (4 if max_registers else 2) * torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    options = {"kernel": attention_decode_gluon, "programs": programs, "max_registers": max_registers}
-    return time_decode(codec, kv_heads, heads, copy_rate, rows_list, **options)
 
 
 def sweep(copy_rate):

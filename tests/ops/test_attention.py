@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from engine.ops.attention_decode import DecodeWorkspace, attention_decode_reference, attention_decode_triton
-from engine.ops.attention_decode_gluon import attention_decode_gluon
 from engine.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
 from engine.ops.attention_splits import num_splits, split_count, split_start, split_starts
 from engine.ops.coded_kv import CodedKV, decoded
@@ -26,20 +25,6 @@ def decode_kernel(query, cache, starts, lens, tables, scale):
     workspace = DecodeWorkspace.empty(*query.shape, max_context, query.device)
     y = attention_decode_triton(wide(query), cache, starts, lens, tables, scale, max_rows, max_context, workspace)
     return y.to(query.dtype)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="explicit layouts exist only on a GPU")
-@pytest.mark.parametrize("name", CODED_NAMES)
-def test_decode_with_explicit_layouts_matches_oracle(name, device):
-    num_rows, context_lens = [3, 1], [129, 40]
-    cache, tables = filled_cache(name, context_lens, 1, device)
-    query = query_of(4, device)
-    workspace = DecodeWorkspace.empty(*query.shape, 192, device)
-    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    actual = attention_decode_gluon(
-        query, cache, starts_of(num_rows, device), lens, tables, SCALE, 3, 192, workspace, programs=4
-    )
-    assert_matches(actual, oracle(query, cache, num_rows, context_lens, tables, SCALE))
 
 
 def prefill_kernel(query, cache, starts, lens, tables, scale):

@@ -1,13 +1,9 @@
 """The attention kernels and the coded append compile for every card within its shared memory, at real dimensions."""
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from engine.cache.kv_codecs import CODECS
 from engine.ops.attention_decode import attention_combine_kernel, attention_decode_kernel, decode_shape_for
-from engine.ops.attention_decode_gluon import attention_decode_gluon_kernel, query_planes_kernel
 from engine.ops.attention_prefill import attention_prefill_kernel, prefill_shape_for
 from engine.ops.coded_kv import CodedKV
 from engine.ops.kv_append_coded import kv_append_coded_kernel
@@ -126,24 +122,3 @@ def test_append(capability):
     constants = storage(CODECS["rk8v4"], 2) | {"HEADS_PER_PROGRAM": 2, "DEPENDENT": capability >= 90}
     types = CODED | {"keys_ptr": "*bf16", "values_ptr": "*bf16", "key_words_ptr": "*i32", "value_words_ptr": "*i32"}
     check(kv_append_coded_kernel, capability, types, constants, 4)
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("name, capability", [("int8-g64", 86), ("rk4v4-e8", 90), ("rk4v4-e8", 120)])
-def test_decode_with_explicit_layouts(name, capability):
-    kernel = attention_decode_gluon_kernel
-    constants = {key: value for key, value in storage(CODECS[name], 2).items() if key != "IS_ROTATED"}
-    constants |= {"GROUP": 8, "BLOCK_M": 16, "BLOCK_N": 64, "DEPENDENT": capability >= 90}
-    types = INTEGERS | {"scale": "fp32", "planes_ptr": "*fp16"} | POINTERS | CODED
-    signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
-    source = GluonASTSource(kernel, signature, constants, aligned)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    assert made.metadata.shared <= SHARED_MEMORY[capability]
-    # words go straight to registers; only the query and the weights pass through shared memory
-    assert "cp.async" not in made.asm["ptx"] and "mma.sync.aligned.m16n8k16" in made.asm["ptx"]
-
-
-def test_query_planes():
-    constants = {"HEAD_DIM": 256, "FOLD": 8, "IS_ROTATED": True, "BLOCK_M": 16, "DEPENDENT": True}
-    check(query_planes_kernel, 90, {"planes_ptr": "*fp16", "items": "i32"}, constants, 4)
