@@ -3,11 +3,12 @@
 from config.engine import EngineConfig
 from config.keys import Key, KeyRing, load_keys
 from config.load import ConfigError, load, settings_file, split_flags, usage
-from config.router import Alias, Lane, RouterConfig, Upstream, read_upstreams
+from config.router import Alias, Balance, Lane, RouterConfig, Upstream, read_upstreams
 from config.server import ServerConfig
 
 __all__ = [
     "Alias",
+    "Balance",
     "ConfigError",
     "EngineConfig",
     "Key",

@@ -11,6 +11,7 @@ from config.loopback import is_loopback
 from config.section import Section
 
 Lane = Literal["long", "short"]
+Balance = Literal["affinity", "least_loaded", "round_robin"]
 
 
 class Upstream(Section):
@@ -95,6 +96,12 @@ class RouterConfig(Section):
     discovery_interval_s: float = Field(default=5.0, gt=0)
     """Time between two looks at `upstreams_file` and at the addresses of DNS names."""
 
+    balance: Balance = "affinity"
+    """How a lane's upstreams share its requests; `affinity` sends a conversation to where its prefix is cached."""
+
+    affinity_slack: int = Field(default=3, ge=0)
+    """Requests that such an upstream may have beyond the least loaded one before others get the next."""
+
     aliases: tuple[Alias, ...] = ()
     """Names that stand for models of other names; the upstream is asked for the model by its own name."""
 
@@ -103,6 +110,9 @@ class RouterConfig(Section):
 
     keys_file: Path | None = None
     """TOML file of hashed API keys. Without one the gateway listens on loopback only and accepts any key."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call, like `https://app.example`, or `*`; none when empty."""
 
     redis_url: SecretStr | None = None
     """Redis that keeps the limits of keys where several gateways share them, like `redis://:PASSWORD@HOST:6379/0`."""

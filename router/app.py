@@ -1,6 +1,7 @@
 """The gateway as an ASGI application: who calls, what is asked, which lane, then the answer passes through."""
 
 import asyncio
+import itertools
 import json
 import logging
 import time
@@ -11,6 +12,7 @@ from config import Key, RouterConfig, Upstream
 from router import lane, route
 from router.ask import Ask, read_ask, text_bytes
 from router.auth import ANYONE, Auth
+from router.cors import is_preflight, origin_headers, preflight_headers
 from router.discovery import Discovery
 from router.errors import (
     ClientGoneError,
@@ -20,6 +22,7 @@ from router.errors import (
     MethodError,
     ModelNotFoundError,
     RequestError,
+    WebsocketError,
 )
 from router.exchange import Exchange
 from router.guard import guarded
@@ -31,6 +34,7 @@ from router.models import allowed_lanes, list_models
 from router.names import resolve
 from router.proxy import Call, Proxy
 from router.quota import Usage, limit_headers
+from router.retries import OpenRequests, is_retry
 from router.route import Route
 from router.transport import Transport
 from router.worker import Worker
@@ -70,6 +74,8 @@ class Gateway:
         self.workers: dict[str, Worker] = {}
         self.metrics = Metrics()
         self._auth = Auth(config.keys_file)
+        self._numbers = itertools.count()
+        self._open = OpenRequests()
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
         self._limits = Limits(config, self.metrics)
@@ -137,7 +143,7 @@ class Gateway:
         candidates = [worker.candidate() for worker in self.workers.values()]
         for one in lane.LANES:
             if lane.is_fallback(one, candidates):
-                names = ", ".join(self.workers)
+                names = ", ".join(self.workers) or "none that is known yet"
                 hint = " (--vllm-url names a vLLM for it)" if one == "short" else ""
                 _log.info("the %s lane has no upstream of its own and falls back to: %s%s", one, names, hint)
         if self.config.keys_file is None:
@@ -146,6 +152,7 @@ class Gateway:
             _log.info("keys are read from %s", self.config.keys_file)
 
     async def _serve(self, exchange: Exchange) -> None:
+        exchange.extra_headers = origin_headers(exchange.headers, self.config.cors_origins)
         with self.metrics.open_requests.track_inprogress():
             try:
                 await self._answer_or_refuse(exchange)
@@ -156,6 +163,8 @@ class Gateway:
                     self.metrics.client_gone.inc()
             finally:
                 await exchange.finish()
+                if exchange.opened is not None:
+                    self._open.end(exchange.opened)
                 self._note(exchange)
 
     async def _answer_or_refuse(self, exchange: Exchange) -> None:
@@ -176,6 +185,11 @@ class Gateway:
         if exchange.method == "GET" and exchange.path in ("/health", "/ready"):
             await self._tell_health(exchange)
             return
+        if exchange.headers.get("upgrade", "").lower() == "websocket":
+            raise WebsocketError("websockets are not served here: POST with `stream: true` and read the events")
+        if exchange.extra_headers and is_preflight(exchange.method, exchange.headers):
+            await exchange.respond(204, preflight_headers(exchange.headers), b"")
+            return
         key = self._auth.identify(exchange.headers)
         exchange.notes["key"] = key.name if key else ANYONE
         path = exchange.path.removeprefix(EXPLAIN)
@@ -189,6 +203,7 @@ class Gateway:
         if path != exchange.path:
             await _respond_json(exchange, 200, self._proxy.explain(call))
             return
+        await self._let_older_end(call)
         if key is not None:
             await self._take_grant(call, key)
         self.metrics.decisions.labels(call.decision.lane, call.decision.reason).inc()
@@ -205,13 +220,23 @@ class Gateway:
         decision = self._decide(ask, asked, key)
         exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
         priority = key.priority if key else 0
-        return Call(exchange, asked, ask, decision, body, tenant, priority, _adds_usage(asked, ask, key))
+        return Call(
+            exchange, asked, ask, decision, body, tenant, priority, _adds_usage(asked, ask, key), next(self._numbers)
+        )
+
+    async def _let_older_end(self, call: Call) -> None:
+        """A retry finds its key's place free and its upstream rid of the request that its client gave up."""
+        exchange = call.exchange
+        exchange.opened = self._open.begin(call.tenant, exchange.path, call.body)
+        if is_retry(exchange.headers) and (count := await self._open.older_ended(exchange.opened)):
+            exchange.notes["replaced"] = count
+            self.metrics.replaced.inc(count)
 
     async def _take_grant(self, call: Call, key: Key) -> None:
         """Takes a place within the key's limits; what the request turns out to cost is charged when it finishes."""
         exchange = call.exchange
         grant = await self._limits.admit(key, call.decision.prompt_tokens, call.ask.conversation)
-        exchange.extra_headers = limit_headers(key, grant.balance)
+        exchange.extra_headers |= limit_headers(key, grant.balance)
 
         async def settle() -> None:
             # a client that left before the answer may have cost its whole prompt

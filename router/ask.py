@@ -23,6 +23,7 @@ class Ask:
     conversation    the same for every request of one conversation; None when nothing tells
     is_repeatable   a second upstream may get it when the first one fails
     wants_usage     the client itself asked for usage in the stream
+    prefix          digest of the messages' raw leading bytes, through the first one of the user
     """
 
     model: str | None = None
@@ -31,6 +32,7 @@ class Ask:
     conversation: str | None = None
     is_repeatable: bool = True
     wants_usage: bool = False
+    prefix: bytes | None = None
 
 
 class _Message(msgspec.Struct):
@@ -66,13 +68,15 @@ def read_ask(body: bytes, session: str | None, key_name: str) -> Ask:
     fields = _decode(body)
     if fields.model is not None and not isinstance(fields.model, str):
         raise RequestError("model must be a string", "model")
+    prefix = _prefix(fields, key_name)
     return Ask(
         model=fields.model,
         is_stream=fields.stream is True,
         text_bytes=text_bytes(body),
-        conversation=_conversation(fields, session, key_name),
+        conversation=_conversation(fields, session, key_name) or (prefix.hex() if prefix else None),
         is_repeatable=fields.store is not True and fields.previous_response_id is None,
         wants_usage=isinstance(fields.stream_options, dict) and fields.stream_options.get("include_usage") is True,
+        prefix=prefix,
     )
 
 
@@ -96,9 +100,15 @@ def _decode(body: bytes) -> _Body:
 
 
 def _conversation(fields: _Body, session: str | None, key_name: str) -> str | None:
+    """By the name that the client gives it; None where it gives none."""
     named = session or fields.prompt_cache_key or _user_id(fields.metadata)
-    source = named.encode() if isinstance(named, str) else _opening(fields)
-    return hashlib.sha256(key_name.encode() + b"\0" + source).hexdigest() if source else None
+    return hashlib.sha256(f"{key_name}\0{named}".encode()).hexdigest() if isinstance(named, str) else None
+
+
+def _prefix(fields: _Body, key_name: str) -> bytes | None:
+    # keys share no cache
+    opening = _opening(fields)
+    return hashlib.sha256(key_name.encode() + b"\0" + opening).digest() if opening else None
 
 
 def _user_id(metadata: Any) -> Any:

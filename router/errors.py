@@ -6,6 +6,7 @@ GatewayError
 ├── RequestError                400  the request can never pass as it is
 │   ├── PathError               404  nothing is served there
 │   ├── ModelNotFoundError      404  no upstream serves the model
+│   ├── WebsocketError          400
 │   ├── MethodError             405
 │   ├── SlowRequestError        408  the body stopped coming
 │   ├── BodyTooLargeError       413
@@ -61,6 +62,10 @@ class ModelNotFoundError(RequestError):
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         served = f"models served here: {', '.join(known)}" if known else "no model is served here"
         super().__init__(f"model {model!r} does not exist; {served}", "model")
+
+
+class WebsocketError(RequestError):
+    code = "websocket_not_supported"
 
 
 class MethodError(RequestError):

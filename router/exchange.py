@@ -15,6 +15,7 @@ from router.errors import (
     SlowRequestError,
     error_response,
 )
+from router.retries import Open
 from router.route import api_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -42,6 +43,7 @@ class Exchange:
         self.extra_headers: dict[str, str] = {}
         self.counts: dict[str, int] = {}
         self.on_finish: Callable[[], Awaitable[None]] | None = None
+        self.opened: Open | None = None
         self.notes: dict[str, Any] = {}
 
     async def read_body(self, max_bytes: int, silence_s: float) -> bytes:

@@ -56,6 +56,11 @@ class Metrics:
         self.client_gone = Counter(
             "longlane_router_client_gone", "Requests whose client left before the end", registry=registry
         )
+        self.replaced = Counter(
+            "longlane_router_replaced_requests",
+            "Requests that ended for a retry of their own client, which waited for it",
+            registry=registry,
+        )
         self.shared_limits_away = Gauge(
             "longlane_router_shared_limits_away",
             "1 while Redis is away and requests are admitted by this gateway's own limits, or refused",

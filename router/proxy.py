@@ -35,6 +35,7 @@ class Call:
     """One request with everything that was decided about it.
 
     tenant, priority  of its key
+    number            of the request since the start
     adds_usage        the stream is asked for usage that the client does not get to see
     """
 
@@ -46,6 +47,7 @@ class Call:
     tenant: str
     priority: int = 0
     adds_usage: bool = False
+    number: int = 0
 
 
 class Proxy:
@@ -96,11 +98,12 @@ class Proxy:
         }
 
     def _attempts(self, call: Call) -> list[Worker]:
-        now = time.monotonic()
-        lane = policy.order(self._among(call.decision.workers), now)
+        now, config = time.monotonic(), self.config
+        rule = policy.Rule(config.balance, call.ask.prefix, config.affinity_slack, call.number)
+        lane = policy.order(self._among(call.decision.workers), now, rule)
         if not call.ask.is_repeatable:
             return lane[:1]
-        return lane + policy.order(self._among(call.decision.spares), now)
+        return lane + policy.order(self._among(call.decision.spares), now, rule)
 
     def _among(self, names: Iterable[str]) -> list[Worker]:
         # one of them may have gone since the decision

@@ -231,8 +231,16 @@ def test_errors_take_the_shape_of_the_messages_api(gateway, upstream, client):
 def test_get_of_a_post_path(gateway, upstream, client):
     running = gateway(long=upstream())
     assert client.get(running.url + CHAT).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/realtime", CHAT, "/anything"])
+def test_websocket_is_refused_with_what_to_do_instead(gateway, upstream, client, path):
+    long = upstream()
     upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x", "sec-websocket-version": "13"}
-    assert client.get(running.url + "/v1/realtime", headers=upgrade).status_code == 405
+    refused = client.get(gateway(long=long).url + path, headers=upgrade)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "websocket_not_supported")
+    assert "`stream: true`" in refused.json()["error"]["message"]
+    assert long.requests == []
 
 
 def test_large_body_is_refused_while_it_comes(gateway, upstream, client):

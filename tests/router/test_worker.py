@@ -1,5 +1,4 @@
 from config import Upstream
-from router import policy
 from router.worker import Health, Worker, judge
 
 
@@ -26,11 +25,6 @@ def test_reason_of_a_fall_is_kept():
 
 def worker(name, healthy=True, in_flight=0):
     return Worker(Upstream(name=name, url="http://x", lane="long"), Health(healthy), in_flight)
-
-
-def test_least_loaded_healthy_worker_first():
-    workers = [worker("a", in_flight=2), worker("b", healthy=False), worker("c"), worker("d", None), worker("e")]
-    assert [one.name for one in policy.order(workers, 0.0)] == ["c", "d", "e", "a"]
 
 
 def test_configured_models_need_no_check():
