@@ -183,7 +183,8 @@ class Constraints:
         if constraint is None:
             return
         stops = request.sampling.stop_token_ids
-        matcher = LLMatcher(self._spellings(constraint), LLMatcher.grammar_from_lark(constraint.grammar))
+        grammar = LLMatcher.grammar_from_lark(constraint.grammar)
+        matcher = LLMatcher(self._spellings(constraint), grammar, log_level=0)
         if matcher.is_error():
             raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
         self._matchers[request.request_id] = Matcher(matcher, self._vocab_size, stops)

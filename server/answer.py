@@ -10,6 +10,7 @@ import engine
 from server.auth import Caller
 from server.choice import Choice, Delta, usage
 from server.generation import Generation
+from server.grammar import AnswerForm
 from server.model import ServedModel
 from server.pipeline import TextRules
 from server.prompt import Prompt
@@ -57,8 +58,11 @@ async def start_answer(
     *,
     prefix: str,
     num_choices: int = 1,
+    form: AnswerForm | None = None,
 ) -> Answer:
     """Returns once the engine has admitted or queued all of it. raises what the engine refuses it with
+
+    form  what the answer has to be, where that is asked for
 
     Choice p * num_choices + c answers prompt p.
     """
@@ -67,7 +71,9 @@ async def start_answer(
     choices: list[Choice] = []
     for prompt in prompts:
         params = sampling(prompt)
-        own_rules = replace(rules, starts_in_thought=prompt.starts_in_thought)
+        own_rules = replace(rules, starts_in_thought=prompt.starts_in_thought, calls_end_thought=form is None)
+        if form is not None:
+            params = replace(params, constraint=await model.in_worker(form.constraint, prompt.starts_in_thought))
         for index in range(num_choices):
             request_id = f"{answer_id}-{len(requests)}"
             requests.append(

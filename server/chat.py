@@ -1,6 +1,6 @@
 """POST /v1/chat/completions, streamed and whole."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import engine
 from server.answer import Answer, end_of_stream, start_answer
 from server.auth import Caller
 from server.choice import Delta
-from server.errors import BadRequestError, UnsupportedError, from_exception
+from server.errors import BadRequestError, from_exception
+from server.grammar import AnswerForm, answer_form, callable_functions, response_schema, tool_choice
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
@@ -37,6 +38,7 @@ class ChatPlan:
 
     body: ChatRequest
     rules: TextRules
+    form: AnswerForm | None
     tools: list[dict[str, Any]]
     options: dict[str, Any]
     logprobs: int | None
@@ -84,6 +86,7 @@ class ChatCompletions:
             sampling_for(plan.body, model, _limit(plan.body, model), plan.logprobs),
             prefix="chatcmpl-",
             num_choices=plan.num_choices,
+            form=plan.form,
         )
         options = plan.body.stream_options
         return ChatAnswer(
@@ -96,36 +99,25 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     if not body.messages:
         raise BadRequestError("messages is empty; send at least one message of role user.", param="messages")
     check_ranges(body)
-    _check_response_format(body.response_format)
     tools = declared_tools(body.tools)
-    has_calls = tool_choice(body.tool_choice) == "auto" and bool(tools)
+    choice = tool_choice(body.tool_choice)
+    functions = callable_functions(tools, choice)
+    is_parallel = body.parallel_tool_calls is not False
+    schema = response_schema(body.response_format, "response_format")
     return ChatPlan(
         body=body,
         rules=TextRules(
             token_bytes=model.files.vocabulary.token_bytes,
-            tools=ToolSchemas(tool["function"] for tool in tools) if has_calls else None,
+            tools=ToolSchemas(functions) if functions else None,
             stops=stop_strings(body.stop),
-            is_parallel=body.parallel_tool_calls is not False,
+            is_parallel=is_parallel,
         ),
+        form=answer_form(schema, functions, choice, is_parallel=is_parallel),
         tools=tools,
         options=model.prompts.options(body.chat_template_kwargs, body.reasoning_effort, body.enable_thinking),
         logprobs=num_logprobs(body.logprobs, body.top_logprobs),
         num_choices=body.n or 1,
     )
-
-
-def tool_choice(choice: str | Mapping[str, Any] | None) -> str:
-    """`auto` or `none`. raises UnsupportedError"""
-    if choice in (None, "auto"):
-        return "auto"
-    if choice == "none":
-        return "none"
-    raise UnsupportedError("tool_choice: only 'auto' and 'none' are supported.", param="tool_choice")
-
-
-def _check_response_format(response_format: Mapping[str, Any] | None) -> None:
-    if response_format is not None and response_format.get("type") != "text":
-        raise UnsupportedError("response_format: only {'type': 'text'} is supported.", param="response_format")
 
 
 def _limit(body: ChatRequest, model: ServedModel) -> OutputLimit:

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from sse_starlette import ServerSentEvent
@@ -15,6 +15,7 @@ from server.answer import Answer, start_answer
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, UnsupportedError, body_for, from_exception
+from server.grammar import AnswerForm, ToolChoice, answer_form, callable_functions, response_schema, tool_choice
 from server.http import json_response, read_json
 from server.messages_protocol import MessagesRequest, chat_messages, function_tools
 from server.model import ServedModel, check_model
@@ -38,8 +39,16 @@ class Messages:
         body, model, caller = await self._read(request)
         prompt = await model.in_worker(_prompt, body, model)
         limit = OutputLimit(body.max_tokens, model.default_max_tokens)
+        functions = callable_functions(_tools(body), _choice(body.tool_choice))
         answer = await start_answer(
-            self._serving, model, caller, [prompt], _rules(body, model), sampling_for(body, model, limit), prefix="msg_"
+            self._serving,
+            model,
+            caller,
+            [prompt],
+            _rules(body, functions, model),
+            sampling_for(body, model, limit),
+            prefix="msg_",
+            form=_form(body, functions),
         )
         if body.stream:
             events = _events(answer, request.state.request_id)
@@ -59,7 +68,7 @@ class Messages:
         if not body.messages:
             raise BadRequestError("messages is empty; send at least one message of role user.", param="messages")
         check_ranges(body)
-        _calls_are_on(body.tool_choice)
+        callable_functions(_tools(body), _choice(body.tool_choice))
         self._serving.metrics.count_ignored(unknown)
         return body, model, caller
 
@@ -68,24 +77,41 @@ def _prompt(body: MessagesRequest, model: ServedModel) -> Prompt:
     """Thinking is on when it is asked for, as this API's clients expect."""
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     options = model.prompts.options(None, None, thinks)
-    return model.prompts.chat(chat_messages(body), declared_tools(function_tools(body.tools)), options)
+    return model.prompts.chat(chat_messages(body), _tools(body), options)
 
 
-def _rules(body: MessagesRequest, model: ServedModel) -> TextRules:
-    tools = declared_tools(function_tools(body.tools)) if _calls_are_on(body.tool_choice) else []
+def _tools(body: MessagesRequest) -> list[dict[str, Any]]:
+    return declared_tools(function_tools(body.tools))
+
+
+def _rules(body: MessagesRequest, functions: Sequence[Mapping[str, Any]], model: ServedModel) -> TextRules:
     return TextRules(
         token_bytes=model.files.vocabulary.token_bytes,
-        tools=ToolSchemas(tool["function"] for tool in tools) if tools else None,
+        tools=ToolSchemas(functions) if functions else None,
         stops=stop_strings(body.stop_sequences),
-        is_parallel=not (body.tool_choice or {}).get("disable_parallel_tool_use"),
+        is_parallel=_is_parallel(body),
     )
 
 
-def _calls_are_on(choice: Mapping[str, Any] | None) -> bool:
+def _is_parallel(body: MessagesRequest) -> bool:
+    return not (body.tool_choice or {}).get("disable_parallel_tool_use")
+
+
+def _form(body: MessagesRequest, functions: Sequence[Mapping[str, Any]]) -> AnswerForm | None:
+    wanted, where = body.output_format, "output_format"
+    if wanted is None and body.output_config is not None:
+        wanted, where = body.output_config.format, "output_config.format"
+    schema = response_schema(wanted, where)
+    return answer_form(schema, functions, _choice(body.tool_choice), is_parallel=_is_parallel(body), param=where)
+
+
+def _choice(choice: Mapping[str, Any] | None) -> ToolChoice:
     kind = (choice or {}).get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise UnsupportedError("tool_choice: only the types 'auto' and 'none' are supported.", param="tool_choice")
-    return kind == "auto"
+    if kind == "tool":
+        return tool_choice({**choice, "type": "function"})
+    if kind not in ("auto", "none", "any"):
+        raise UnsupportedError(f"tool_choice: {kind!r} is none of auto, none, any, tool.", param="tool_choice")
+    return ToolChoice("required" if kind == "any" else kind)
 
 
 def _ping() -> ServerSentEvent:

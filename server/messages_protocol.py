@@ -35,6 +35,11 @@ class Thinking(msgspec.Struct):
     budget_tokens: int | None = None
 
 
+class OutputOptions(msgspec.Struct):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
 class MessagesRequest(SamplingFields, kw_only=True):
     messages: list[Message]
     model: str | None = None
@@ -44,6 +49,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    output_config: OutputOptions | None = None
+    output_format: dict[str, Any] | None = None
 
 
 def chat_messages(request: MessagesRequest) -> list[ChatMessage]:

@@ -25,6 +25,7 @@ class TextRules:
     tools               declared tools; None makes every output text
     stops               stop strings, matched in content only
     is_parallel         False ends the answer after its first call
+    calls_end_thought   False: only `</think>` does
     """
 
     token_bytes: Callable[[int], bytes]
@@ -33,6 +34,7 @@ class TextRules:
     tools: ToolSchemas | None = None
     stops: Sequence[str] = ()
     is_parallel: bool = True
+    calls_end_thought: bool = True
 
 
 class TextPipeline:
@@ -41,7 +43,9 @@ class TextPipeline:
     def __init__(self, rules: TextRules) -> None:
         self._detokenizer = Detokenizer(rules.token_bytes)
         self._reasoning = (
-            ReasoningSplitter(starts_open=rules.starts_in_thought, tools=rules.tools)
+            ReasoningSplitter(
+                starts_open=rules.starts_in_thought, tools=rules.tools if rules.calls_end_thought else None
+            )
             if rules.splits_reasoning
             else None
         )

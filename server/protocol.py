@@ -31,17 +31,22 @@ REFUSED = {
     "function_call": "use tool_choice",
     "best_of": "use n",
     "use_beam_search": "there is no beam search",
-    "guided_json": "constrained output is not supported",
-    "guided_regex": "constrained output is not supported",
-    "guided_choice": "constrained output is not supported",
-    "guided_grammar": "constrained output is not supported",
-    "structured_outputs": "constrained output is not supported",
+    "guided_json": "use response_format of chat completions",
+    "guided_regex": "output is constrained by a JSON schema only, in response_format of chat completions",
+    "guided_choice": "output is constrained by a JSON schema only, in response_format of chat completions",
+    "guided_grammar": "output is constrained by a JSON schema only, in response_format of chat completions",
+    "structured_outputs": "use response_format of chat completions",
     "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "response_format": "only chat completions have it",
     "suffix": "text is only continued at its end",
     "echo": "the prompt is not repeated",
     "bad_words": "use logit_bias",
     "continue_final_message": "an answer is always a new message",
 }
+
+
+# values of refused fields that ask for nothing
+NEUTRAL = frozenset({b"false", b"[]", b"{}", b"0", b'"none"', b'["text"]', b'{"type":"text"}', b'{"type": "text"}'})
 
 
 class StreamOptions(msgspec.Struct):
@@ -180,7 +185,7 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body]) -> list[str]:
 
 def _is_neutral(name: str, value: bytes) -> bool:
     """Whether a refused field asks for nothing."""
-    return value in (b"false", b"[]", b"{}", b"0", b'"none"', b'["text"]') or (name == "best_of" and value == b"1")
+    return value in NEUTRAL or (name == "best_of" and value == b"1")
 
 
 def _wrong_field(error: msgspec.ValidationError) -> BadRequestError:

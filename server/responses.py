@@ -1,7 +1,7 @@
 """POST /v1/responses, streamed and whole: one list of output items, written in the same order by both."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 import engine
 from server.answer import Answer, start_answer
 from server.auth import Caller
-from server.chat import tool_choice
 from server.choice import Delta
 from server.errors import ApiError, PromptTooLongError, UnsupportedError, from_exception
+from server.grammar import AnswerForm, answer_form, callable_functions, response_schema, tool_choice
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
@@ -38,6 +38,8 @@ class ResponsePlan:
     body: ResponsesRequest
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
+    functions: list[Mapping[str, Any]]
+    form: AnswerForm | None
     tenant: str
 
 
@@ -70,22 +72,28 @@ class Responses:
         _check_form(body)
         earlier = self._store.get(caller.tenant, body.previous_response_id) if body.previous_response_id else ()
         messages = [*earlier, *input_messages(body.input)]
-        return ResponsePlan(body, messages, declared_tools(function_tools(body.tools)), caller.tenant)
+        tools, choice = declared_tools(function_tools(body.tools)), tool_choice(body.tool_choice)
+        functions = callable_functions(tools, choice)
+        schema = response_schema(body.text.format if body.text else None, "text.format")
+        is_parallel = body.parallel_tool_calls is not False
+        form = answer_form(schema, functions, choice, is_parallel=is_parallel, param="text.format")
+        return ResponsePlan(body, messages, tools, functions, form, caller.tenant)
 
     async def _start(self, plan: ResponsePlan, model: ServedModel, caller: Caller) -> Answer:
         body = plan.body
         options = model.prompts.options(None, body.reasoning.effort if body.reasoning else None, None)
         head = [ChatMessage("system", body.instructions)] if body.instructions else []
         prompt: Prompt = await model.in_worker(model.prompts.chat, [*head, *plan.messages], plan.tools, options)
-        has_calls = tool_choice(body.tool_choice) == "auto" and bool(plan.tools)
         rules = TextRules(
             token_bytes=model.files.vocabulary.token_bytes,
-            tools=ToolSchemas(tool["function"] for tool in plan.tools) if has_calls else None,
+            tools=ToolSchemas(plan.functions) if plan.functions else None,
             is_parallel=body.parallel_tool_calls is not False,
         )
         limit = OutputLimit(body.max_output_tokens, model.default_max_tokens, "max_output_tokens", "input")
         sampling = sampling_for(body, model, limit)
-        return await start_answer(self._serving, model, caller, [prompt], rules, sampling, prefix="resp_")
+        return await start_answer(
+            self._serving, model, caller, [prompt], rules, sampling, prefix="resp_", form=plan.form
+        )
 
     def _stream(
         self,
@@ -148,9 +156,6 @@ def _check_form(body: ResponsesRequest) -> None:
         raise UnsupportedError("n: a response has one answer.", param="n")
     if body.stop is not None:
         raise UnsupportedError("stop: this API has no stop strings; chat completions have.", param="stop")
-    wanted = (body.text.format or {}).get("type", "text") if body.text else "text"
-    if wanted != "text":
-        raise UnsupportedError("text.format: only {'type': 'text'} is supported.", param="text.format")
 
 
 async def _refusal(plan: ResponsePlan, model: ServedModel, error: PromptTooLongError) -> AsyncIterator[bytes]:
@@ -311,8 +316,8 @@ def _response_body(plan: ResponsePlan, response_id: str, model: str, created: in
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": tool_choice(body.tool_choice),
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
         "tools": _declared(body.tools),
         "top_p": body.top_p,
         "truncation": "disabled",

@@ -119,6 +119,12 @@ def test_duplicate_keys_take_the_last(live):
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"stream": "yes"}, "stream"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -132,11 +138,9 @@ def test_wrong_fields_are_named_before_any_header(live, fields, param, stream):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "edit"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),
