@@ -342,10 +342,9 @@ class Scheduler:
         state.num_computed_tokens = state.num_cached_tokens = hit.depth
         state.block_ids = [node.block_id for node in hit.nodes]
         state.num_promised_blocks -= len(hit.nodes)
-        log.info(
-            *("request %s: %d of %d prompt tokens reused; %s", state.request.request_id),
-            *(hit.depth, state.num_prompt_tokens, hit.explain()),
-        )
+        if self._cache.is_enabled:
+            reused = f"{hit.depth} of {state.num_prompt_tokens} prompt tokens reused"
+            log.info("request %s: %s; %s", state.request.request_id, reused, hit.explain())
         return self._cache.adopt(state.path, hit)
 
     def _address(self, state: RequestState, num_before: int) -> None:

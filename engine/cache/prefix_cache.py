@@ -10,6 +10,7 @@ from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
 
 DIGEST_BYTES = 32
+BLOCK_BYTES = BLOCK_SIZE * array("I").itemsize
 
 
 @dataclass(slots=True, eq=False)
@@ -137,15 +138,16 @@ class PrefixCache:
         return len(self._snapshots)
 
     def begin(self, salt: str) -> CachedPath:
-        return CachedPath(_hash(self._key, b"salt", salt.encode()))
+        return CachedPath(hash_root(self._key, salt))
 
     def lookup(self, path: CachedPath, token_ids: Sequence[int]) -> Hit:
         """At most len(token_ids) - 1 tokens: the last one's logits have to be computed. Changes nothing."""
         nodes: list[Node] = []
         limit = (len(token_ids) - 1) // BLOCK_SIZE if self.is_enabled else 0
-        for index in range(limit):
-            block = token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-            node = self._nodes.get(hash_block(nodes[-1].block_hash if nodes else path.root, block))
+        packed, block_hash = pack(token_ids), path.root
+        for start in range(0, limit * BLOCK_BYTES, BLOCK_BYTES):
+            block_hash = hash_block(block_hash, packed[start : start + BLOCK_BYTES])
+            node = self._nodes.get(block_hash)
             if node is None:
                 break
             nodes.append(node)
@@ -246,7 +248,7 @@ class PrefixCache:
 
     def _address(self, path: CachedPath, token_ids: tuple[int, ...], block_id: int) -> Node:
         parent = path.nodes[-1] if path.nodes else None
-        block_hash = hash_block(parent.block_hash if parent else path.root, token_ids)
+        block_hash = hash_block(parent.block_hash if parent else path.root, pack(token_ids))
         node = self._nodes.get(block_hash)
         if node is None:
             node = Node(block_hash, block_id, parent, token_ids, (parent.depth if parent else 0) + BLOCK_SIZE)
@@ -310,16 +312,18 @@ class PrefixCache:
             node = node.parent
 
 
-def hash_block(above: bytes, token_ids: Sequence[int]) -> bytes:
-    return _hash(above, array("I", token_ids).tobytes())
+def pack(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
 
 
-def _hash(*parts: bytes) -> bytes:
-    """Of the parts and of where one ends and the next begins."""
-    digest = blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
+def hash_block(above: bytes, packed: bytes) -> bytes:
+    """Of a block's tokens and everything before it; both parts have a fixed length, so no two texts meet in one."""
+    return blake2b(above + packed, digest_size=DIGEST_BYTES).digest()
+
+
+def hash_root(key: bytes, salt: str) -> bytes:
+    """Of what stands before the first token."""
+    return blake2b(blake2b(key).digest() + salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:

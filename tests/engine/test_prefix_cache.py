@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache.block_pool import BlockPool
-from engine.cache.prefix_cache import PrefixCache, hash_block
+from engine.cache.prefix_cache import PrefixCache, hash_block, hash_root, pack
 
 BLOCK = 64
 
@@ -73,11 +73,14 @@ def depth(cache, text, salt=""):
 
 
 def test_hash_is_of_everything_before():
-    root = b"root"
-    first, second = hash_block(root, tokens(1)), hash_block(root, tokens(2))
+    first, second = (hash_block(hash_root(b"key", ""), pack(tokens(n))) for n in (1, 2))
     assert first != second
-    assert hash_block(first, tokens(3)) != hash_block(second, tokens(3))
-    assert hash_block(root, (1, 256)) != hash_block(root, (1, 0x01000000))
+    assert hash_block(first, pack(tokens(3))) != hash_block(second, pack(tokens(3)))
+    assert pack((1, 256)) != pack((256, 1))
+
+
+def test_no_salt_is_another_key():
+    assert len({hash_root(key, salt) for key, salt in ((b"a", "b"), (b"ab", ""), (b"", "ab"), (b"a", ""))}) == 4
 
 
 def test_a_hit_leaves_one_token_to_compute(cache, pool):
