@@ -118,6 +118,15 @@ def test_states_made_by_prefill_are_restored_bit_for_bit(checkpoint_dirs, texts)
     assert first.logprobs == second.logprobs
 
 
+def test_a_state_that_stands_in_the_middle_of_accepted_drafts_leaves_the_answer_alone(checkpoint_dirs, texts):
+    """Where a block ends, some accepted rows are folded for the snapshot and the others stay pending."""
+    each = request("a", texts[EMBEDDED][1][:150], max_tokens=120, logprobs=0)
+    expected, mine = (finish(engine(EMBEDDED_DIR, prefix_caching=on), each) for on in (False, True))
+    assert mine.token_ids == expected.token_ids
+    for a, b in zip(mine.logprobs, expected.logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
 def test_mtp_sees_what_it_would_see_without_reuse(checkpoint_dirs, texts):
     """Two prompts part after 128 tokens: MTP's row of token 127 depends on what follows, and is the second one's."""
     common, (first, second) = texts[MOE][0][:128], (texts[MOE][1][:60], texts[MOE][2][:60])
