@@ -20,6 +20,7 @@ from engine.request import (
     FinishReason,
     Request,
     SamplingParams,
+    ThoughtLimit,
     TokenEvent,
     TokenLogprob,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "RequestError",
     "SamplingError",
     "SamplingParams",
+    "ThoughtLimit",
     "TokenEvent",
     "TokenLogprob",
     "UnavailableError",

@@ -9,7 +9,8 @@ after a `<`). Over the embedded 8,192 tokens both stay below 10 µs. (2026-11-30
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, normalizers
 
 from engine.errors import SamplingError
-from engine.request import Constraint, Request
+from engine.request import Constraint, Request, ThoughtLimit
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -26,7 +27,7 @@ log = logging.getLogger("longlane.engine")
 
 def check_constraint(constraint: Constraint) -> None:
     """raises  SamplingError that names the request's field and what the grammar may not contain"""
-    if refusal := _refusal(constraint.grammar):
+    if constraint.grammar is not None and (refusal := _refusal(constraint.grammar)):
         raise SamplingError(constraint.param, f"cannot be applied: {refusal}")
 
 
@@ -95,29 +96,92 @@ def load_vocabulary(checkpoint_dir: Path, vocab_size: int) -> LLTokenizer:
     return LLTokenizer(ByteVocabulary(tokenizer, vocab_size))
 
 
-class Matcher:
-    """One request's place in its grammar. Only tokens that stand advance it; drafts are looked at and taken back."""
+@dataclass(frozen=True, slots=True)
+class ThoughtPlace:
+    """How far a thought has come: its tokens, those of its forced end, its last bytes, and whether it still goes on."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+    num_tokens: int = 0
+    num_end_tokens: int = 0
+    tail: bytes = b""
+    is_open: bool = True
+
+
+class Thought:
+    """A limited thought: a function of the tokens so far, so that drafts need no undoing."""
+
+    def __init__(self, limit: ThoughtLimit, spell: Callable[[list[int]], bytes]) -> None:
+        self._limit = limit
+        self._close = limit.end_text.encode()
+        self._spell = spell
+
+    def after(self, place: ThoughtPlace, token_ids: Sequence[int]) -> ThoughtPlace:
+        for token_id in token_ids:
+            if not place.is_open:
+                break
+            text = place.tail + self._spell([token_id])
+            place = ThoughtPlace(
+                num_tokens=place.num_tokens + 1,
+                num_end_tokens=place.num_end_tokens + (token_id == self.forced(place)),
+                tail=text[-len(self._close) :],
+                is_open=self._close not in text,
+            )
+        return place
+
+    def forced(self, place: ThoughtPlace) -> int | None:
+        """The only token that may come next, once the limit is reached."""
+        is_over = place.is_open and place.num_tokens >= self._limit.max_tokens
+        return self._limit.end_token_ids[place.num_end_tokens] if is_over and self._has_more(place) else None
+
+    def _has_more(self, place: ThoughtPlace) -> bool:
+        return place.num_end_tokens < len(self._limit.end_token_ids)
+
+
+class Matcher:
+    """One request's place in its grammar and in its thought. Only tokens that stand advance it; drafts are looked at
+    and taken back."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        thought: Thought | None = None,
+    ) -> None:
         self._matcher = matcher
+        self._thought = thought
+        self._place = ThoughtPlace()
         self._end = vocab_size
         self._stops = frozenset(stop_token_ids)
-        self._masks: dict[tuple[int, ...], Mask] = {}
+        self._masks: dict[tuple[int, ...], Mask | None] = {}
         self.has_failed = False
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes over output tokens, up to the one that ends the output."""
         kept = self._before_stop(token_ids)
         self._masks.clear()
-        if self._matcher.try_consume_tokens(kept) < len(kept):
+        if self._thought is not None:
+            self._place = self._thought.after(self._place, kept)
+        if self._matcher is not None and self._matcher.try_consume_tokens(kept) < len(kept):
             self._fail("a token that it had allowed was refused")
 
     def mask(self, draft_token_ids: tuple[int, ...]) -> "Mask | None":
-        """What may follow the output and these drafts; None where the drafts themselves may not, so that whatever is
-        chosen after them is dropped."""
+        """What may follow the output and these drafts; None where anything may, or where the drafts themselves may not
+        be, so that whatever is chosen after them is dropped."""
         if draft_token_ids not in self._masks:
-            self._masks[draft_token_ids] = self._look(draft_token_ids)
+            mask = None if self._matcher is None else self._look(draft_token_ids)
+            self._masks[draft_token_ids] = self._hurried(mask, draft_token_ids)
         return self._masks[draft_token_ids]
+
+    def _hurried(self, mask: "Mask | None", draft_token_ids: tuple[int, ...]) -> "Mask | None":
+        """Only the thought's end where it is due. A grammar may have to finish a character first."""
+        if self._thought is None:
+            return mask
+        token_id = self._thought.forced(self._thought.after(self._place, draft_token_ids))
+        if token_id is None or (mask is not None and not mask.allows(token_id)):
+            return mask
+        words = np.zeros(self._end // 32 + 1, dtype=np.int32)
+        words.view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
+        return Mask(words, must_end=False)
 
     def _look(self, draft_token_ids: tuple[int, ...]) -> "Mask | None":
         kept = self._before_stop(draft_token_ids)
@@ -163,6 +227,9 @@ class Mask:
         self.words = words
         self.must_end = must_end
 
+    def allows(self, token_id: int) -> bool:
+        return bool(self.words.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & 1)
+
 
 class Constraints:
     """The matchers of the requests that have a constraint. The vocabulary is read when the first of them comes, which
@@ -182,12 +249,15 @@ class Constraints:
         constraint = request.sampling.constraint
         if constraint is None:
             return
+        vocabulary = self._spellings(constraint)
+        matcher = None
+        if constraint.grammar is not None:
+            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(constraint.grammar), log_level=0)
+            if matcher.is_error():
+                raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
+        thought = Thought(constraint.thought, vocabulary.decode_bytes) if constraint.thought else None
         stops = request.sampling.stop_token_ids
-        grammar = LLMatcher.grammar_from_lark(constraint.grammar)
-        matcher = LLMatcher(self._spellings(constraint), grammar, log_level=0)
-        if matcher.is_error():
-            raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
-        self._matchers[request.request_id] = Matcher(matcher, self._vocab_size, stops)
+        self._matchers[request.request_id] = Matcher(matcher, self._vocab_size, stops, thought)
 
     def get(self, request_id: str) -> Matcher | None:
         return self._matchers.get(request_id)

@@ -8,6 +8,20 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtLimit:
+    """Closes a thought in which the output begins.
+
+    max_tokens     of thought; then come the others
+    end_token_ids  what closes it
+    end_text       the text with which it is closed, whatever tokens spell it
+    """
+
+    max_tokens: int
+    end_token_ids: tuple[int, ...]
+    end_text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """What an output has to be.
 
@@ -16,8 +30,9 @@ class Constraint:
     param       the field of the client's request that it was made of, for errors
     """
 
-    grammar: str
+    grammar: str | None = None
     param: str = "constraint"
+    thought: ThoughtLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from engine.constraint import check_constraint
 from engine.errors import ContextLengthError, RequestError, SamplingError
-from engine.request import EngineInfo, Request, SamplingParams
+from engine.request import Constraint, EngineInfo, Request, SamplingParams
 
 MAX_LOGPROBS = 20
 
@@ -41,9 +41,18 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         if not 0 <= token_id < vocab_size:
             raise SamplingError("stop_token_ids", f"must lie between 0 and {vocab_size - 1}, got {token_id}")
     if params.constraint is not None:
-        check_constraint(params.constraint)
-        if not params.stop_token_ids:
-            raise SamplingError(params.constraint.param, "needs a stop id, since its output has to end")
+        _check_constraint(params.constraint, params.stop_token_ids, vocab_size)
+
+
+def _check_constraint(constraint: Constraint, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    check_constraint(constraint)
+    if constraint.grammar is not None and not stop_token_ids:
+        raise SamplingError(constraint.param, "needs a stop id, since its output has to end")
+    if (limit := constraint.thought) is not None:
+        if limit.max_tokens < 0:
+            raise SamplingError(constraint.param, f"must be 0 or more, got {limit.max_tokens}")
+        if not all(0 <= token_id < vocab_size for token_id in limit.end_token_ids):
+            raise SamplingError(constraint.param, f"ends with ids that do not lie between 0 and {vocab_size - 1}")
 
 
 def _check_range(name: str, value: float) -> None:

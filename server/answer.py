@@ -10,7 +10,7 @@ import engine
 from server.auth import Caller
 from server.choice import Choice, Delta, usage
 from server.generation import Generation
-from server.grammar import AnswerForm
+from server.grammar import AnswerForm, ThoughtBudget, constraint_of
 from server.model import ServedModel
 from server.pipeline import TextRules
 from server.prompt import Prompt
@@ -59,10 +59,12 @@ async def start_answer(
     prefix: str,
     num_choices: int = 1,
     form: AnswerForm | None = None,
+    budget: ThoughtBudget | None = None,
 ) -> Answer:
     """Returns once the engine has admitted or queued all of it. raises what the engine refuses it with
 
-    form  what the answer has to be, where that is asked for
+    form    what the answer has to be, where that is asked for
+    budget  of its thought
 
     Choice p * num_choices + c answers prompt p.
     """
@@ -72,8 +74,9 @@ async def start_answer(
     for prompt in prompts:
         params = sampling(prompt)
         own_rules = replace(rules, starts_in_thought=prompt.starts_in_thought, calls_end_thought=form is None)
-        if form is not None:
-            params = replace(params, constraint=await model.in_worker(form.constraint, prompt.starts_in_thought))
+        if form is not None or budget is not None:
+            found = await model.in_worker(constraint_of, form, budget, prompt.starts_in_thought, model.thought_end)
+            params = replace(params, constraint=found)
         for index in range(num_choices):
             request_id = f"{answer_id}-{len(requests)}"
             requests.append(

@@ -13,7 +13,15 @@ from server.answer import Answer, end_of_stream, start_answer
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, from_exception
-from server.grammar import AnswerForm, answer_form, callable_functions, response_schema, tool_choice
+from server.grammar import (
+    AnswerForm,
+    ThoughtBudget,
+    answer_form,
+    callable_functions,
+    response_schema,
+    thought_budget,
+    tool_choice,
+)
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
@@ -39,6 +47,7 @@ class ChatPlan:
     body: ChatRequest
     rules: TextRules
     form: AnswerForm | None
+    budget: ThoughtBudget | None
     tools: list[dict[str, Any]]
     options: dict[str, Any]
     logprobs: int | None
@@ -87,6 +96,7 @@ class ChatCompletions:
             prefix="chatcmpl-",
             num_choices=plan.num_choices,
             form=plan.form,
+            budget=plan.budget,
         )
         options = plan.body.stream_options
         return ChatAnswer(
@@ -113,6 +123,7 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
             is_parallel=is_parallel,
         ),
         form=answer_form(schema, functions, choice, is_parallel=is_parallel),
+        budget=thought_budget(body.thinking_token_budget, "thinking_token_budget"),
         tools=tools,
         options=model.prompts.options(body.chat_template_kwargs, body.reasoning_effort, body.enable_thinking),
         logprobs=num_logprobs(body.logprobs, body.top_logprobs),

@@ -7,12 +7,13 @@ of a string parameter is any text; it ends where `tool_calls` says that it ends,
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
 import engine
 from server.errors import BadRequestError, UnsupportedError
+from server.reasoning import CLOSE
 from server.tool_schema import ToolSchemas
 
 # with so few parameters any order is allowed: a rule for each subset of them; with more, the declared order
@@ -80,6 +81,34 @@ class AnswerForm:
         if self.tools:
             rules += call_rules(self.tools, self.is_parallel)
         return "\n".join(rules) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtBudget:
+    """At most so many tokens of thought. param  the field that says so"""
+
+    num_tokens: int
+    param: str = "thinking_token_budget"
+
+
+def constraint_of(
+    form: AnswerForm | None, budget: ThoughtBudget | None, starts_in_thought: bool, thought_end: tuple[int, ...]
+) -> engine.Constraint | None:
+    """What both ask of the engine. Blocking, for a worker thread. raises engine.SamplingError"""
+    constraint = form.constraint(starts_in_thought) if form is not None else None
+    if budget is None or not starts_in_thought:
+        return constraint
+    limit = engine.ThoughtLimit(budget.num_tokens, thought_end, CLOSE)
+    return replace(constraint or engine.Constraint(param=budget.param), thought=limit)
+
+
+def thought_budget(num_tokens: int | None, param: str) -> ThoughtBudget | None:
+    """raises BadRequestError"""
+    if num_tokens is None:
+        return None
+    if num_tokens < 0:
+        raise BadRequestError(f"{param}: {num_tokens} is less than 0.", param=param)
+    return ThoughtBudget(num_tokens, param)
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:

@@ -15,7 +15,16 @@ from server.answer import Answer, start_answer
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, UnsupportedError, body_for, from_exception
-from server.grammar import AnswerForm, ToolChoice, answer_form, callable_functions, response_schema, tool_choice
+from server.grammar import (
+    AnswerForm,
+    ThoughtBudget,
+    ToolChoice,
+    answer_form,
+    callable_functions,
+    response_schema,
+    thought_budget,
+    tool_choice,
+)
 from server.http import json_response, read_json
 from server.messages_protocol import MessagesRequest, chat_messages, function_tools
 from server.model import ServedModel, check_model
@@ -49,6 +58,7 @@ class Messages:
             sampling_for(body, model, limit),
             prefix="msg_",
             form=_form(body, functions),
+            budget=_budget(body),
         )
         if body.stream:
             events = _events(answer, request.state.request_id)
@@ -91,6 +101,10 @@ def _rules(body: MessagesRequest, functions: Sequence[Mapping[str, Any]], model:
         stops=stop_strings(body.stop_sequences),
         is_parallel=_is_parallel(body),
     )
+
+
+def _budget(body: MessagesRequest) -> ThoughtBudget | None:
+    return thought_budget(body.thinking.budget_tokens if body.thinking else None, "thinking.budget_tokens")
 
 
 def _is_parallel(body: MessagesRequest) -> bool:

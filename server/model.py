@@ -12,6 +12,7 @@ from server.auth import Caller
 from server.checkpoint import TextFiles
 from server.errors import BadRequestError, NotFoundError
 from server.prompt import PromptBuilder
+from server.reasoning import CLOSE
 from server.tokens import TextEncoder
 
 Result = TypeVar("Result")
@@ -19,7 +20,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """max_model_len  prompt and output together; default_max_tokens  of a request that names none"""
+    """max_model_len  prompt and output together; default_max_tokens  of a request that names none;
+    thought_end  the tokens with which a thought is closed when its budget is spent"""
 
     name: str
     files: TextFiles
@@ -29,6 +31,7 @@ class ServedModel:
     worker: Executor
     default_max_tokens: int
     created: int
+    thought_end: tuple[int, ...] = ()
 
     @property
     def max_model_len(self) -> int:
@@ -78,6 +81,7 @@ def served_model(
         worker=worker,
         default_max_tokens=min(default_max_tokens, info.max_model_len - 1),
         created=int(time.time()),
+        thought_end=tuple(encoder.encode_text(f"\n{CLOSE}", info.max_model_len, allows_control=True)),
     )
 
 

@@ -116,6 +116,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: int | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

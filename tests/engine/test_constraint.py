@@ -1,14 +1,24 @@
 """Constraints through real engines: what comes out keeps to the grammar, whatever the model would rather say."""
 
 import json
+import random
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.constraint import Constraints, byte_alphabet, check_constraint
+from engine.constraint import (
+    Constraints,
+    Matcher,
+    Thought,
+    ThoughtPlace,
+    byte_alphabet,
+    check_constraint,
+    load_vocabulary,
+)
 from engine.errors import SamplingError
 from engine.loading import EMBEDDED_DIR
-from engine.request import Constraint, EngineInfo
+from engine.request import Constraint, EngineInfo, ThoughtLimit
 from engine.validation import check_request
 from tests.engine.checkpoints import MOE, Geometry, write_checkpoint
 from tests.engine.runtime import drain, engine, generate, request
@@ -250,3 +260,72 @@ def test_the_trained_model_at_a_high_temperature(trained):
         for output in drain(trained).values():
             assert output.finish_reason == "stop"
             check_value(json.loads(spell(tokenizer, output.token_ids).rpartition("</think>")[2]))
+
+
+def limit_of(tokenizer, max_tokens, grammar=None):
+    end = tuple(tokenizer.encode("\n</think>").ids)
+    return Constraint(grammar, "budget", ThoughtLimit(max_tokens, end, "</think>"))
+
+
+def thought_of(tokenizer, token_ids):
+    ids = list(token_ids)
+    return ids[: ids.index(tokenizer.token_to_id("</think>")) + 1]
+
+
+@pytest.mark.parametrize("budget", [0, 7])
+def test_a_thought_ends_when_its_budget_is_spent(core, tokenizer, budget):
+    # without the end of its thought the model would never say it
+    fields = {"temperature": 1.0, "logit_bias": {315: -100}}
+    for seed in range(2):
+        free = limit_of(tokenizer, budget)
+        made = generate(core, request(f"{seed}", (1,), seed=seed, constraint=free, max_tokens=40, **fields))[0]
+        assert thought_of(tokenizer, made)[budget:] == tokenizer.encode("\n</think>").ids
+        assert len(made) == 40
+        bound = limit_of(tokenizer, budget, AFTER_THOUGHT)
+        made = generate(core, constrained("bound", seed=seed, **fields | {"constraint": bound}))[0]
+        # a character of several tokens is finished first
+        assert len(thought_of(tokenizer, made)) <= budget + 2 + 3
+        check_value(json.loads(spell(tokenizer, made).rpartition("</think>")[2]))
+
+
+def test_a_thought_that_ends_by_itself_is_left_alone(core, tokenizer):
+    asked = {"temperature": 1.0, "seed": 4, "logit_bias": {315: 6.0}, "max_tokens": 60}
+    free = generate(core, request("free", (1, 2), **asked))[0]
+    limited = request("limited", (1, 2), **asked, constraint=limit_of(tokenizer, 59))
+    assert 315 in free and generate(core, limited)[0] == free
+    # spelled in other tokens it is an end as well
+    spelled = Thought(limit_of(tokenizer, 3).thought, lambda ids: bytes(ids))
+    place = spelled.after(ThoughtPlace(), b"</thin")
+    assert spelled.forced(place) is not None
+    assert not spelled.after(place, b"k>").is_open and spelled.forced(spelled.after(place, b"k>")) is None
+
+
+def test_budgets_and_drafts_change_no_token(random_dir, tokenizer):
+    plain, drafting = start(random_dir, 0), start(random_dir, 3)
+    for seed in range(3):
+        constraint = limit_of(tokenizer, 5 + seed, AFTER_THOUGHT if seed % 2 else None)
+        each = constrained("a", temperature=seed / 2, seed=seed, constraint=constraint, max_tokens=80)
+        assert generate(plain, each) == generate(drafting, each)
+
+
+def test_masks_after_drafts_are_those_of_a_matcher_that_saw_them(random_dir, tokenizer):
+    vocabulary = load_vocabulary(random_dir, GEOMETRY.vocab_size)
+    random_of = random.Random(1)
+
+    def fresh():
+        return Matcher(LLMatcher(vocabulary, LLMatcher.grammar_from_lark(AFTER_THOUGHT), log_level=0), 320, [END])
+
+    for text in ('hm <</think>{"kind":"cat","count":7,"flags":[true,false],"note":"ab"}', "</think>{"):
+        token_ids = tokenizer.encode(text).ids
+        matcher, taken = fresh(), 0
+        while taken < len(token_ids):
+            for length in random_of.sample(range(5), 5):
+                drafts = tuple(token_ids[taken : taken + length])
+                other = fresh()
+                other.advance([*token_ids[:taken], *drafts])
+                assert (matcher.mask(drafts).words == other.mask(()).words).all()
+                assert matcher.mask((*drafts, 300)) is None
+            step = random_of.randint(1, 3)
+            matcher.advance(token_ids[taken : taken + step])
+            taken += step
+        assert not matcher.has_failed

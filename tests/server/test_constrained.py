@@ -199,3 +199,20 @@ def test_an_engine_whose_constraints_were_left_is_idle(local):
         next(answer.iter_lines())
     local.wait_until(lambda: is_idle(local), 3.0)
     assert local.post(ask("hi", max_tokens=2)).status_code == 200
+
+
+def test_a_budget_closes_the_thought(local):
+    fields = {"max_tokens": 60, "temperature": 0.7, "seed": 2, "logit_bias": {"8191": -100}}
+    for budget in (0, 9):
+        answer = local.post(ask("Hello! How are you?", thinking_token_budget=budget, **fields)).json()
+        message = answer["choices"][0]["message"]
+        # the line end and the tag that close it are two tokens more
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == budget + 2
+        assert bool(message.get("reasoning_content")) == bool(budget) and message["content"]
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 200}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    first, *rest = local.post(body, "/v1/messages").json()["content"]
+    assert first["type"] == "thinking" and len(first["thinking"]) < 40
+    assert [block["type"] for block in rest] == ["text"]
+    refused = local.post(ask("hi", thinking_token_budget=-1))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "thinking_token_budget")
