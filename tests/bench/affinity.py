@@ -42,7 +42,7 @@ def main() -> None:
     line = {"output": "Done.", "prefill_ms_per_1k_uncached": arguments.prefill_ms_per_1k}
     with tempfile.TemporaryDirectory() as name, engines(arguments.engines, line, Path(name)) as urls:
         for policy in POLICIES:
-            with gateway(Path(name), urls, balance=policy) as url:
+            with gateway(Path(name), urls, balance=policy) as (url, _):
                 started = time.perf_counter()
                 steps = asyncio.run(run_agents(url, arguments))
                 report(policy, steps, time.perf_counter() - started)

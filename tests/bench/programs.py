@@ -51,8 +51,8 @@ def engines(count: int, line: dict, directory: Path) -> Iterator[list[str]]:
 
 
 @contextmanager
-def gateway(directory: Path, urls: Sequence[str], **settings: object) -> Iterator[str]:
-    """Address of a gateway in front of these engines."""
+def gateway(directory: Path, urls: Sequence[str], **settings: object) -> Iterator[tuple[str, int]]:
+    """Address and process id of a gateway in front of these upstreams."""
     port = free_port()
     lines = ["[router]", f"port = {port}", f"admin_port = {free_port()}"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
@@ -60,12 +60,12 @@ def gateway(directory: Path, urls: Sequence[str], **settings: object) -> Iterato
         lines += ["[[router.upstreams]]", f'name = "engine-{number}"', f'url = "{url}"', 'lane = "long"']
     file = directory / f"gateway-{port}.toml"
     file.write_text("\n".join(lines))
-    with program("router", "--config", file):
+    with program("router", "--config", file) as running:
         url = f"http://127.0.0.1:{port}"
         wait_ready(url)
         # every upstream is checked within one interval
         time.sleep(1.0)
-        yield url
+        yield url, running.pid
 
 
 def wait_ready(url: str) -> None:

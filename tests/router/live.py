@@ -105,7 +105,7 @@ async def echo(received: Received, connection: Connection) -> None:
 class ScriptedUpstream:
     """An HTTP server whose every byte the test chooses. Health and models are answered unless `answer` is `raw`."""
 
-    threads: LoopThread
+    threads: LoopThread | None
     models: dict[str, int] = field(default_factory=lambda: {"tiny": 4096})
     answer: Answer = echo
     ready: int = 200
@@ -114,10 +114,13 @@ class ScriptedUpstream:
     port: int = 0
 
     def start(self, port: int = 0) -> "ScriptedUpstream":
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._server = self.threads.run(asyncio.start_server(self._connection, "127.0.0.1", port))
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.threads.run(self.listen(port))
         return self
+
+    async def listen(self, port: int) -> None:
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
         async def close() -> None:
