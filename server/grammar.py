@@ -111,9 +111,12 @@ def thought_budget(num_tokens: int | None, param: str) -> ThoughtBudget | None:
     return ThoughtBudget(num_tokens, param)
 
 
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
+def json_rule(schema: Mapping[str, Any] | bool, *, is_strict: bool = True) -> str:
+    """is_strict  a keyword that cannot be enforced is an error, and not passed over"""
     # the library's own switches are not the client's to set
-    options = schema if isinstance(schema, bool) else {**schema, "x-guidance": JSON_OPTIONS}
+    options = (
+        schema if isinstance(schema, bool) else {**schema, "x-guidance": {**JSON_OPTIONS, "lenient": not is_strict}}
+    )
     return f"%json {json.dumps(options)}"
 
 
@@ -197,6 +200,7 @@ class FunctionRules:
     def __init__(self, prefix: str, tool: Mapping[str, Any], schemas: ToolSchemas) -> None:
         self._prefix = prefix
         self._root = tool.get("parameters") or {}
+        self._is_strict = tool.get("strict") is True
         self._properties = _dict(self._root.get("properties"))
         required = self._root.get("required")
         self._required = frozenset(name for name in required if isinstance(name, str)) if required else frozenset()
@@ -222,7 +226,7 @@ class FunctionRules:
             yield f"{self._rule(left)}: {' | '.join(self._parameters(left))}"
         for index, name in enumerate(self._names):
             if not self._is_text[index]:
-                yield f"{self._prefix}_v{index}: {json_rule(self._schema(name))}"
+                yield f"{self._prefix}_v{index}: {json_rule(self._schema(name), is_strict=self._is_strict)}"
 
     def _open_rules(self) -> Iterator[str]:
         """No parameter is declared and none is ruled out: any names, all of them texts."""

@@ -2,7 +2,7 @@
 
 It stands in at the engine's face only: text, HTTP, limits and errors are the real server's. It counts tokens with the
 checkpoint's tokenizer, keeps places and a queue as the engine does, and remembers prompts so that repeated ones cost
-their new part only.
+their new part only. What a request asks of the answer's form is checked, not enforced: the script is played as it is.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ from engine import (
     SamplingError,
 )
 from engine.errors import EngineError
-from engine.request import TokenEvent, TokenLogprob
+from engine.request import Constraint, TokenEvent, TokenLogprob
 from engine.token_stream import TokenStream
 from tests.engine.checkpoints import DENSE, Geometry, write_checkpoint
 from tests.engine.runtime import engine, generate, request, settings
@@ -100,6 +100,12 @@ async def refuses_bad_requests(client):
         await client.submit(request("long", [1] * 1000, max_tokens=25))
     with pytest.raises(SamplingError, match="temperature"):
         await client.submit(request("hot", [1], temperature=-1.0))
+    # the grammar is sound, but only the engine's process learns that this checkpoint spells no tokens
+    for grammar, reason in (("start: nowhere\n", "unknown name"), ('start: "a"\n', r"tokenizer\.json")):
+        constraint = Constraint(grammar, "response_format")
+        with pytest.raises(SamplingError, match=reason) as caught:
+            await client.submit(request("bound", [1], constraint=constraint, stop_token_ids=(2,)))
+        assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="got 320"):
         await client.submit(request("foreign", [320]))
     await client.submit(request("twice", [1]))

@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine.constraint import Matcher, load_vocabulary
+from engine.errors import SamplingError
 from server.errors import BadRequestError, UnsupportedError
 from server.grammar import AnswerForm, ToolChoice, answer_form, callable_functions, response_schema, tool_choice
 from tests.server.conftest import ROOT
@@ -156,8 +157,25 @@ def test_content_or_a_call():
 
 def test_a_client_s_schema_does_not_set_the_library_s_switches():
     lenient = {"not": {}, "x-guidance": {"lenient": True}}
-    with pytest.raises(Exception, match='"not"'):
+    with pytest.raises(SamplingError, match='"not"'):
         AnswerForm(lenient, [], True, "response_format").constraint(False)
+
+
+def test_a_tool_s_schema_is_followed_as_far_as_it_can_be():
+    ids = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"ids": ids}, "required": ["ids"]}}
+    form = AnswerForm(None, [tool], True, "tool_choice")
+    assert lets_through(form, call("f", ids="[1, 1]"))
+    assert not lets_through(form, call("f", ids='["1"]'))
+    with pytest.raises(SamplingError, match="uniqueItems"):
+        AnswerForm(None, [tool | {"strict": True}], True, "tool_choice").constraint(False)
+
+
+def test_a_schema_that_is_a_reference():
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/c"}}}}}
+    schema["$defs"]["c"] = {"type": "integer"}
+    form = answer_form(schema, [], ToolChoice())
+    assert lets_through(form, '{"b": 1}') and not lets_through(form, '{"b": "1"}')
 
 
 PIECES = (*("</", "<", "parameter", ">", "=", "function", "\n", " ", "tool_call"), "</tool_call>", "<tool_call>", "a")
