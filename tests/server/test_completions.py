@@ -134,3 +134,12 @@ def test_generate_keeps_its_limits(live):
     assert refusal(live.post({"prompt": "hi", "stream": True}, "/generate"))["code"] == "unsupported_parameter"
     assert refusal(live.post({"prompt": "hi", "n": 2}, "/generate"))["param"] == "n"
     refusal(live.post({"max_tokens": 3}, "/generate"))
+
+
+def test_a_form_is_asked_for_in_chat_only(live):
+    for path in (PATH, "/generate"):
+        for fields in ({"response_format": {"type": "json_object"}}, {"guided_json": {"type": "object"}}):
+            error = refusal(live.post({"model": NAME, "prompt": PROMPT, **fields}, path))
+            assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
+            assert "chat completions" in error["message"]
+    assert complete(live, response_format={"type": "text"}, structured_outputs=None)

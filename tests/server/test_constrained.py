@@ -58,7 +58,7 @@ def test_the_sdk_parses_a_schema_at_a_high_temperature(local, thinks):
         messages=[{"role": "user", "content": "Tell me about the sea."}],
         response_format=Animal,
         temperature=1.5,
-        n=3,
+        n=2,
         seed=1,
         max_tokens=600,
         logit_bias=ENDS_THOUGHT,
@@ -113,7 +113,7 @@ def check_call(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_required_call(local, thinks):
-    fields = {"tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "max_tokens": 300, "n": 3}
+    fields = {"tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "max_tokens": 300, "n": 2}
     fields |= {"seed": 3, "enable_thinking": thinks, "logit_bias": ENDS_THOUGHT if thinks else None}
     answer = local.post(ask("Hello! How are you today?", **fields)).json()
     streamed = joined(local.stream(ask("Hello! How are you today?", **fields)))
