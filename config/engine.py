@@ -58,8 +58,8 @@ class EngineConfig(Section):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine process; every core when not set."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the engine process. At `info` one line per request says how much of its prompt was reused, and why no more."""
+    log_reuse: bool = True
+    """One line per request says how much of its prompt was reused and why no more; never what it says."""
 
     @model_validator(mode="after")
     def _cache_holds_one_request(self) -> Self:

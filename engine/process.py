@@ -27,7 +27,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    level = logging.INFO if config.log_reuse else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_leave_with_parent, args=(address,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
