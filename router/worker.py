@@ -51,6 +51,7 @@ class Worker:
     is_draining: bool = False
     check_path: int = 0
     num_checks: int = 0
+    _candidate: tuple[Any, Any, Candidate] | None = None
 
     @property
     def name(self) -> str:
@@ -94,7 +95,11 @@ class Worker:
                 self.breaker = replace(self.breaker, is_trying=False)
 
     def candidate(self) -> Candidate:
-        return Candidate(self.name, self.upstream.lane, self._models())
+        # every request asks every worker, and the answer changes with a check or a reload only
+        if self._candidate is None or self._candidate[0] is not self.upstream or self._candidate[1] is not self.cards:
+            found = Candidate(self.name, self.upstream.lane, self._models())
+            self._candidate = self.upstream, self.cards, found
+        return self._candidate[2]
 
     def _models(self) -> dict[str, int | None] | None:
         if self.cards is None and not self.upstream.models:

@@ -6,11 +6,13 @@ import shutil
 import socket
 import subprocess
 import time
+from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from config import Key, RouterConfig
@@ -19,7 +21,7 @@ from router.errors import QuotaError, UnavailableError
 from router.ledger import LedgerError, MemoryLedger
 from router.limits import Limits
 from router.metrics import Metrics
-from router.quota import Usage
+from router.quota import Usage, refusal
 from router.redis_ledger import RedisLedger
 from tests.router.live import eventually
 
@@ -99,62 +101,77 @@ LIMITS = st.fixed_dictionaries(
     {},
     optional={
         "requests_per_minute": st.integers(1, 5),
-        "prompt_tokens_per_minute": st.integers(1, 3000),
-        "tokens_per_day": st.integers(1, 5000),
+        "prompt_tokens_per_minute": st.integers(1, 300),
+        "tokens_per_day": st.integers(1, 2000),
         "concurrent_requests": st.integers(1, 3),
     },
 )
-ADMISSIONS = st.tuples(LIMITS, st.integers(0, 4000), st.sampled_from([None, "c", "d"]))
+ADMISSIONS = st.tuples(st.integers(0, 400), st.sampled_from([None, "c", "d"]))
 USAGES = st.one_of(
-    st.none(), st.builds(Usage, st.integers(0, 4000), st.one_of(st.none(), st.integers(0, 500)), st.integers(0, 900))
+    st.none(), st.builds(Usage, st.integers(0, 400), st.one_of(st.none(), st.integers(0, 100)), st.integers(0, 90))
 )
 SETTLEMENTS = st.tuples(st.integers(0, 3), USAGES, st.booleans())
 
 
 async def outcome(ledger, *admission):
+    """What can be compared: the refusal, or what was charged and is left."""
     try:
         grant = await ledger.admit(*admission)
     except QuotaError as error:
         return str(error), None
-    return (grant.tokens, grant.balance), grant
+    left = grant.balance
+    levels = [level for level in (left.requests, left.tokens) if level is not None]
+    return (grant.tokens, left.num_running, left.day_tokens, levels), grant
 
 
-async def compare(url, steps):
-    shared, now = RedisLedger(url), 0.0
+async def compare(url, limits, steps):
+    """Asks the ledger in memory at the instants of Redis' own clock."""
+    shared, now, refused_at = RedisLedger(url), 0.0, []
     own = MemoryLedger(lambda: now)
     running = []
+
+    def noted(key, balance, tokens):
+        refused_at.append(balance.at_s)
+        return refusal(key, balance, tokens)
+
     try:
-        for step in steps:
-            if isinstance(step[0], dict):
-                admission = (key(**step[0]), *step[1:])
-                theirs, grant = await outcome(shared, *admission)
-                # the ledger in memory is asked at the instant of Redis' clock
-                now = grant.balance.at_s if grant else await redis_time(url)
+        for number, step in enumerate(steps):
+            if len(step) == 2:
+                # the limits of a key change in mid-run
+                admission = (key(**limits[number > 7]), *step)
+                with mock.patch("router.redis_ledger.refusal", noted):
+                    theirs, grant = await outcome(shared, *admission)
+                now = grant.balance.at_s if grant else refused_at[-1]
                 ours, own_grant = await outcome(own, *admission)
                 assert (grant is None) == (own_grant is None), (theirs, ours)
-                if grant:
+                if grant is None:
                     assert theirs == ours
+                else:
+                    assert theirs[:3] == ours[:3] and theirs[3] == pytest.approx(ours[3], abs=1)
                     running.append((grant, own_grant))
             elif running:
                 grant, own_grant = running.pop(step[0] % len(running))
                 await shared.settle(grant, *step[1:])
+                now = await redis_time(url)
                 await own.settle(own_grant, *step[1:])
     finally:
         await shared.aclose()
 
 
 async def redis_time(url):
-    with Redis.from_url(url) as client:
-        seconds, microseconds = client.time()
+    async with AsyncRedis.from_url(url) as client:
+        seconds, microseconds = await client.time()
     return seconds + microseconds / 1e6
 
 
 @pytest.mark.real
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.one_of(ADMISSIONS, SETTLEMENTS), max_size=14))
-def test_both_ledgers_decide_alike(redis, steps):
+@given(limits=st.tuples(LIMITS, LIMITS), steps=st.lists(st.one_of(ADMISSIONS, SETTLEMENTS), max_size=14))
+@example(limits=({"tokens_per_day": 50}, {}), steps=[(50, None), (1, None)])
+@example(limits=({"concurrent_requests": 1}, {}), steps=[(1, None), (1, None), (0, None, False), (1, None)])
+def test_both_ledgers_decide_alike(redis, limits, steps):
     redis.flush()
-    asyncio.run(compare(redis.url, steps))
+    asyncio.run(compare(redis.url, limits, steps))
 
 
 @pytest.mark.real

@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from config.keys import digest, generate
 from router.relay import HEARTBEAT
 from router.sse import HELD_BYTES
 from tests.router.live import eventually
@@ -160,14 +161,12 @@ def test_upstream_is_asked_for_no_compression_and_a_compressed_stream_is_refused
     assert long.requests[0].headers["accept-encoding"] == "identity"
 
 
-def read_some(url, body, size=200):
+def read_some(url, body, size=200, more_head=""):
     """Opens a stream with a bare socket, reads its first bytes and returns the socket."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + body)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n{more_head}"
+    connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     if size:
         connection.recv(size)
     return connection
@@ -211,6 +210,23 @@ def test_hundred_aborts_leave_nothing_open(gateway, upstream, client):
     eventually(lambda: long.num_closed == len(long.requests))
     long.answer = sends(STREAM)
     assert ask(client, running).content == STREAM
+
+
+def test_reset_right_after_the_request_holds_no_place(gateway, upstream, client, tmp_path):
+    secret = generate()
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "a"\nsha256 = "{digest(secret)}"\nconcurrent_requests = 1')
+    long = upstream(answer=never_starts)
+    running = gateway(long=long, keys_file=path)
+    head = f"authorization: Bearer {secret}\r\n"
+    for _ in range(50):
+        connection = read_some(running.url, b'{"model":"tiny"}', 0, head)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+    eventually(lambda: running.num_in_flight == running.num_open == 0)
+    long.answer = sends(STREAM)
+    headers = {"authorization": f"Bearer {secret}"}
+    assert client.post(running.url + CHAT, json={"model": "tiny"}, headers=headers).content == STREAM
 
 
 def test_client_that_closes_at_the_end_marker_is_not_gone(gateway, upstream):
