@@ -8,6 +8,8 @@ from engine.errors import CapacityError
 
 # activations, logits and allocator slack beside what is counted
 WORKSPACE_BYTES = 384 * 2**20
+# a default context below this would surprise more than a refusal
+SHORTEST_DEFAULT = 4096
 CGROUP_DIR = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -39,17 +41,28 @@ def choose_capacity(max_model_len: int | None, kv_cache_tokens: int | None, mode
     return Capacity(longest, num_blocks * BLOCK_SIZE)
 
 
-def check_fits(capacity: Capacity, block_bytes: int, fixed_bytes: int, free_bytes: int) -> None:
-    """raises  CapacityError that names how many KV cache tokens would fit
+def fitting_tokens(block_bytes: int, fixed_bytes: int, free_bytes: int) -> int:
+    """KV cache tokens that the memory there is holds.
 
     block_bytes  of one KV block
     fixed_bytes  of everything else that is still to be allocated
     """
-    fixed_bytes += WORKSPACE_BYTES
-    needed = capacity.num_blocks * block_bytes + fixed_bytes
-    if needed <= free_bytes:
+    return max(0, (free_bytes - fixed_bytes - WORKSPACE_BYTES) // block_bytes) * BLOCK_SIZE
+
+
+def shorten_to_fit(capacity: Capacity, fitting: int) -> Capacity:
+    """Where nobody asked for a length, a machine with little memory gets a shorter one instead of a refusal."""
+    if not SHORTEST_DEFAULT <= fitting < capacity.kv_cache_tokens:
+        return capacity
+    return Capacity(min(capacity.max_model_len, fitting), fitting)
+
+
+def check_fits(capacity: Capacity, block_bytes: int, fixed_bytes: int, free_bytes: int) -> None:
+    """raises  CapacityError that names how many KV cache tokens would fit"""
+    fitting = fitting_tokens(block_bytes, fixed_bytes, free_bytes)
+    if capacity.kv_cache_tokens <= fitting:
         return
-    fitting = max(0, (free_bytes - fixed_bytes) // block_bytes) * BLOCK_SIZE
+    fixed_bytes += WORKSPACE_BYTES
     advice = (
         f"set max_model_len and kv_cache_tokens to {fitting} or less"
         if fitting

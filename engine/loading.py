@@ -1,5 +1,6 @@
 """From settings to an engine that is ready. What it will hold is allocated here, once."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from config import EngineConfig
 from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache, StateSnapshots
-from engine.capacity import Capacity, check_fits, choose_capacity, free_host_bytes
+from engine.capacity import Capacity, check_fits, choose_capacity, fitting_tokens, free_host_bytes, shorten_to_fit
 from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.errors import CapacityError
@@ -21,6 +22,8 @@ from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 
+log = logging.getLogger("longlane.engine")
+META = torch.device("meta")
 # to be raised with any change of what a layer computes or how its results lie in blocks and states
 NUMERICS_VERSION = 1
 EMBEDDED_NAME = "longlane-tiny"
@@ -34,7 +37,7 @@ def load_engine(config: EngineConfig) -> EngineCore:
     dtype = choose_dtype(config.dtype, device)
     checkpoint_dir = resolve_checkpoint(config.model)
     model = load_model(checkpoint_dir, device, dtype)
-    capacity = choose_capacity(config.max_model_len, config.kv_cache_tokens, model.config.max_position_embeddings)
+    capacity = _choose_capacity(config, model.config, device, dtype)
     info = EngineInfo(
         checkpoint_dir=str(checkpoint_dir),
         max_model_len=capacity.max_model_len,
@@ -78,13 +81,43 @@ def cache_key(checkpoint_dir: Path, dtype: torch.dtype) -> bytes:
     return repr((NUMERICS_VERSION, str(dtype), str(checkpoint_dir.resolve()), stats)).encode()
 
 
+def _choose_capacity(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Capacity:
+    asked = choose_capacity(config.max_model_len, config.kv_cache_tokens, model_config.max_position_embeddings)
+    if config.max_model_len is not None or config.kv_cache_tokens is not None:
+        return asked
+    num_snapshots = _choose_num_snapshots(config, model_config, asked, dtype)
+    fixed = _fixed_bytes(model_config, config.max_num_requests, num_snapshots, dtype)
+    chosen = shorten_to_fit(asked, fitting_tokens(_block_bytes(model_config, dtype), fixed, _free_bytes(device)))
+    if chosen != asked:
+        log.warning(
+            "the context is %d tokens instead of the checkpoint's %d, because memory holds no more; "
+            "max_model_len chooses it",
+            chosen.max_model_len,
+            asked.max_model_len,
+        )
+    return chosen
+
+
+def _block_bytes(model_config: ModelConfig, dtype: torch.dtype) -> int:
+    return KVCache(model_config, 1, META, dtype).num_bytes
+
+
+def _fixed_bytes(model_config: ModelConfig, num_slots: int, num_snapshots: int, dtype: torch.dtype) -> int:
+    """Of states, sampling counts and snapshots: the same classes on the meta device say what they would take."""
+    snapshots = StateSnapshots(model_config, num_snapshots, META, dtype)
+    sampler = Sampler(model_config.vocab_size, num_slots, META)
+    return StateCache(model_config, num_slots, META).num_bytes + sampler.num_bytes + snapshots.num_bytes
+
+
 def _choose_num_snapshots(
     config: EngineConfig, model_config: ModelConfig, capacity: Capacity, dtype: torch.dtype
 ) -> int:
     """As many as the budget holds; more than one per block could never be used."""
     if not config.prefix_caching:
         return 0
-    one = StateSnapshots(model_config, 1, torch.device("meta"), dtype).num_bytes
+    one = StateSnapshots(model_config, 1, META, dtype).num_bytes
     return min(config.snapshot_bytes // one, capacity.num_blocks)
 
 
@@ -98,11 +131,8 @@ def _build_runner(
     dtype: torch.dtype,
 ) -> ModelRunner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
-    # the same classes on the meta device say what they would take, without taking it
-    meta = torch.device("meta")
-    fixed = StateCache(model.config, slots, meta).num_bytes + Sampler(vocab, slots, meta).num_bytes
-    fixed += StateSnapshots(model.config, num_snapshots, meta, dtype).num_bytes
-    check_fits(capacity, KVCache(model.config, 1, meta, dtype).num_bytes, fixed, _free_bytes(device))
+    fixed = _fixed_bytes(model.config, slots, num_snapshots, dtype)
+    check_fits(capacity, _block_bytes(model.config, dtype), fixed, _free_bytes(device))
     kv = KVCache(model.config, capacity.num_blocks, device, dtype)
     states = StateCache(model.config, slots, device)
     sampler = Sampler(vocab, slots, device, constraints)

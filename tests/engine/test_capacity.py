@@ -1,6 +1,14 @@
 import pytest
 
-from engine.capacity import WORKSPACE_BYTES, Capacity, check_fits, choose_capacity, free_host_bytes
+from engine.capacity import (
+    WORKSPACE_BYTES,
+    Capacity,
+    check_fits,
+    choose_capacity,
+    fitting_tokens,
+    free_host_bytes,
+    shorten_to_fit,
+)
 from engine.errors import CapacityError
 
 
@@ -28,6 +36,25 @@ def test_refusal_names_what_would_fit():
     check_fits(capacity, block_bytes=1000, fixed_bytes=500, free_bytes=WORKSPACE_BYTES + 64_500)
     with pytest.raises(CapacityError, match="max_model_len and kv_cache_tokens to 3968 or less"):
         check_fits(capacity, block_bytes=1000, fixed_bytes=500, free_bytes=WORKSPACE_BYTES + 63_400)
+
+
+@pytest.mark.parametrize(
+    "fitting, expected",
+    [
+        (16_384, Capacity(10_000, 10_048)),
+        (10_048, Capacity(10_000, 10_048)),
+        (9_984, Capacity(9_984, 9_984)),
+        (4_032, Capacity(10_000, 10_048)),
+    ],
+)
+def test_a_length_that_nobody_asked_for_is_shortened_to_what_fits(fitting, expected):
+    assert shorten_to_fit(Capacity(10_000, 10_048), fitting) == expected
+
+
+def test_fitting_tokens_are_whole_blocks():
+    free_bytes = WORKSPACE_BYTES + 500 + 2_999
+    assert fitting_tokens(block_bytes=1000, fixed_bytes=500, free_bytes=free_bytes) == 128
+    assert fitting_tokens(block_bytes=1000, fixed_bytes=500, free_bytes=0) == 0
 
 
 def test_refusal_when_nothing_would_fit():
