@@ -136,7 +136,10 @@ class RouterConfig(Section):
     """Longest wait for a connection to an upstream."""
 
     first_byte_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for an upstream's response headers."""
+    """Longest wait for an upstream's response headers, beside the time that its prompt takes."""
+
+    slowest_prefill_tokens_per_s: float = Field(default=250.0, gt=0)
+    """A prompt's estimated tokens, divided by this, are added to the wait for its response headers."""
 
     answer_timeout_s: float = Field(default=3600.0, gt=0)
     """The same for a request that is not streamed: its headers come when the answer is complete."""

@@ -111,16 +111,17 @@ class Gateway:
         self._health.follow(self.workers.values())
 
     def _replace_workers(self, upstreams: Iterable[Upstream]) -> list[Worker]:
-        """What is known of an upstream stays while its address does. Requests in flight keep a worker that went."""
+        """The workers that are gone. What is known of an upstream stays while its address does; requests in flight keep
+        a worker that went."""
         old = dict(self.workers)
         self.workers.clear()
         for upstream in upstreams:
             worker = old.get(upstream.name)
-            if worker is None or worker.upstream.url != upstream.url:
+            if worker is None or (worker.upstream.url, worker.upstream.lane) != (upstream.url, upstream.lane):
                 worker = Worker(upstream)
             worker.upstream = upstream
             self.workers[upstream.name] = worker
-        return [worker for name, worker in old.items() if name not in self.workers]
+        return [worker for name, worker in old.items() if self.workers.get(name) is not worker]
 
     async def _lifespan(self, receive: Any, send: Any) -> None:
         await receive()

@@ -152,7 +152,7 @@ class Proxy:
             f"{upstream.url}{call.route.path}{query}",
             upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
             self._body(call, worker),
-            self.config.first_byte_timeout_s if call.ask.is_stream else self.config.answer_timeout_s,
+            first_byte_s(self.config, call.ask.is_stream, call.decision.prompt_tokens),
         )
 
     def _body(self, call: Call, worker: Worker) -> bytes:
@@ -253,6 +253,12 @@ class Proxy:
         model = call.decision.models.get(worker.name, call.ask.model)
         if status < 300 and model in (worker.cards or {}):
             self._ratio.learn(call.ask.text_bytes, model, call.exchange.counts.get("prompt"))
+
+
+def first_byte_s(config: RouterConfig, is_stream: bool, prompt_tokens: int) -> float:
+    """Longest wait for response headers: those of a whole answer come when it is complete."""
+    base = config.first_byte_timeout_s if is_stream else config.answer_timeout_s
+    return base + prompt_tokens / config.slowest_prefill_tokens_per_s
 
 
 def _check(worker: Worker, response: httpx.Response) -> None:

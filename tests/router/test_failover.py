@@ -1,5 +1,6 @@
 """A second upstream is tried only before the first one's headers, and only for what may be repeated."""
 
+import asyncio
 import socket
 import time
 
@@ -130,12 +131,27 @@ def test_silent_upstream(gateway, upstream, client):
         raise ConnectionError
 
     long = upstream(answer=silent)
-    running = gateway(long=long, first_byte_timeout_s=0.3, answer_timeout_s=0.6)
+    at_once = {"slowest_prefill_tokens_per_s": 1e9}
+    running = gateway(long=long, first_byte_timeout_s=0.3, answer_timeout_s=0.6, **at_once)
     streamed = client.post(running.url + CHAT, json=BODY | {"stream": True})
     assert (streamed.status_code, streamed.json()["error"]["code"]) == (504, "upstream_timeout")
     whole = client.post(running.url + CHAT, json=BODY)
     assert "within 0.6 s" in whole.json()["error"]["message"]
     eventually(lambda: long.num_closed == 2)
+
+
+def test_long_prompt_is_given_the_time_that_it_takes(gateway, upstream, client):
+    async def slow(received, connection):
+        await asyncio.sleep(0.6)
+        await connection.answer(200, {})
+
+    long = upstream(answer=slow)
+    url = gateway(long=long, first_byte_timeout_s=0.2, slowest_prefill_tokens_per_s=1000).url + CHAT
+    body = BODY | {"stream": True}
+    assert client.post(url, json=body).status_code == 504
+    # about 2,000 tokens
+    body["messages"] = [{"role": "user", "content": "word " * 1600}]
+    assert client.post(url, json=body).status_code == 200
 
 
 @pytest.mark.parametrize("answer", [talks_nonsense, sends_a_huge_header, answers(500, b"<html>", "", "text/html")])

@@ -177,6 +177,23 @@ def test_same_address_keeps_what_is_known(gateway, upstream, threads):
     assert app.workers["engine"] is not worker
 
 
+def test_upstream_that_changes_its_lane_is_told_in_one_lane_only(gateway, upstream, threads):
+    long = upstream()
+    app = gateway(long=long).app
+
+    async def apply():
+        app.apply(RouterConfig(upstreams=(Upstream(name="engine", lane="short", url=long.url),), health_interval_s=0.1))
+
+    def healthy(lane):
+        labels = {"upstream": "engine", "lane": lane}
+        return app.metrics.registry.get_sample_value("longlane_router_upstream_healthy", labels)
+
+    assert (healthy("long"), healthy("short")) == (1, None)
+    threads.run(apply())
+    eventually(lambda: healthy("short") == 1)
+    assert healthy("long") is None
+
+
 def test_draining_by_configuration_and_by_the_admin_port(upstream, tmp_path):
     first, second = upstream(), upstream()
     file = tmp_path / "longlane.toml"
