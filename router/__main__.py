@@ -12,6 +12,7 @@ import uvloop
 from config import ConfigError, RouterConfig, load, settings_file, usage
 from router.admin import admin_app
 from router.app import Gateway
+from router.guard import beside
 from router.listen import PortError, address, bind, http_server
 from router.log import start_logging
 from router.reload import Reloader
@@ -56,7 +57,7 @@ async def serve(gateway: Gateway, reloader: Reloader, listener: socket.socket, a
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reloader.reload)
-    looking = asyncio.ensure_future(reloader.run())
+    looking = beside(reloader.run())
     _log.info("gateway on %s, admin on %s", address(listener), address(admin_listener))
     await asyncio.gather(servers[0].serve([listener]), servers[1].serve([admin_listener]))
     looking.cancel()

@@ -25,7 +25,7 @@ from router.errors import (
     WebsocketError,
 )
 from router.exchange import Exchange
-from router.guard import guarded
+from router.guard import beside, guarded
 from router.health import HealthChecks
 from router.lane import Decision, LaneMemory, TokenRatio, Wish
 from router.limits import Limits
@@ -127,14 +127,12 @@ class Gateway:
         await receive()
         self._say_start()
         self._health.follow(self.workers.values())
-        beside = [
-            asyncio.ensure_future(work) for work in (self._discovery.run(self._use_upstreams), self._limits.run())
-        ]
+        tasks = [beside(work) for work in (self._discovery.run(self._use_upstreams), self._limits.run())]
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        for task in beside:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.aclose()
         await self._transport.aclose()
         await self._limits.aclose()

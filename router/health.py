@@ -11,6 +11,7 @@ import httpx
 
 from config import RouterConfig
 from router.errors import GatewayError
+from router.guard import beside
 from router.metrics import Metrics
 from router.transport import Transport
 from router.worker import Worker, judge
@@ -41,7 +42,7 @@ class HealthChecks:
         for worker in set(self._tasks) - wanted:
             self._tasks.pop(worker).cancel()
         for worker in wanted - set(self._tasks):
-            self._tasks[worker] = asyncio.ensure_future(self._watch(worker))
+            self._tasks[worker] = beside(self._watch(worker))
 
     async def aclose(self) -> None:
         tasks = list(self._tasks.values())
