@@ -56,7 +56,7 @@ class EngineConfig(Section):
     """The engine process is replaced when one step takes longer than this."""
 
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine process; every core when not set."""
+    """CPU threads of the engine process; when not set, every core, or one for a model less than 1,024 wide."""
 
     log_reuse: bool = True
     """One line per request says how much of its prompt was reused and why no more; never what it says."""

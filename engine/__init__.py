@@ -1,5 +1,6 @@
 """The engine's public face: tokens in, tokens out. Importing it does not import torch."""
 
+from engine.checkpoint_dir import resolve_checkpoint
 from engine.client import Engine, EngineClient
 from engine.constraint import check_constraint
 from engine.errors import (
@@ -47,4 +48,5 @@ __all__ = [
     "TokenLogprob",
     "UnavailableError",
     "check_constraint",
+    "resolve_checkpoint",
 ]

@@ -11,6 +11,7 @@ from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.capacity import Capacity, check_fits, choose_capacity, fitting_tokens, free_host_bytes, shorten_to_fit
+from engine.checkpoint_dir import resolve_checkpoint
 from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.errors import CapacityError
@@ -26,17 +27,17 @@ log = logging.getLogger("longlane.engine")
 META = torch.device("meta")
 # to be raised with any change of what a layer computes or how its results lie in blocks and states
 NUMERICS_VERSION = 1
-EMBEDDED_NAME = "longlane-tiny"
-EMBEDDED_DIR = Path(__file__).parent / "embedded" / "checkpoint"
+# a small model gains nothing from a second thread and loses by waiting for it
+WIDE_HIDDEN_SIZE = 1024
 
 
 def load_engine(config: EngineConfig) -> EngineCore:
     """raises  CheckpointError, CapacityError"""
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     checkpoint_dir = resolve_checkpoint(config.model)
     model = load_model(checkpoint_dir, device, dtype)
+    torch.set_num_threads(config.num_threads or _default_threads(model.config))
     capacity = _choose_capacity(config, model.config, device, dtype)
     info = EngineInfo(
         checkpoint_dir=str(checkpoint_dir),
@@ -54,9 +55,8 @@ def load_engine(config: EngineConfig) -> EngineCore:
     return EngineCore(info, scheduler, runner, constraints)
 
 
-def resolve_checkpoint(model: str) -> Path:
-    """The directory of the checkpoint that comes with the project by its name, any other by its path."""
-    return EMBEDDED_DIR if model == EMBEDDED_NAME else Path(model)
+def _default_threads(config: ModelConfig) -> int:
+    return len(os.sched_getaffinity(0)) if config.hidden_size >= WIDE_HIDDEN_SIZE else 1
 
 
 def choose_device(name: str) -> torch.device:

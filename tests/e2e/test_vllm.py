@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from engine.loading import resolve_checkpoint
+from engine import resolve_checkpoint
 from tests.e2e import vllm
 from tests.e2e.stack import end, start_stack, wait_for
 

@@ -7,6 +7,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.checkpoint_dir import EMBEDDED_DIR
 from engine.constraint import (
     Constraints,
     Matcher,
@@ -17,7 +18,6 @@ from engine.constraint import (
     load_vocabulary,
 )
 from engine.errors import SamplingError
-from engine.loading import EMBEDDED_DIR
 from engine.request import Constraint, EngineInfo, ThoughtLimit
 from engine.validation import check_request
 from tests.engine.checkpoints import MOE, Geometry, write_checkpoint

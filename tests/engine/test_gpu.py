@@ -7,9 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.checkpoint_dir import EMBEDDED_DIR
 from engine.embedded.skills import needles
 from engine.embedded.skills.example import Example, load_template, user
-from engine.loading import EMBEDDED_DIR
 from tests.embedded.haystack import haystack
 from tests.engine.runtime import engine, generate, request
 

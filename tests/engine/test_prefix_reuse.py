@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.loading import EMBEDDED_DIR
+from engine.checkpoint_dir import EMBEDDED_DIR
 from tests.engine.checkpoints import DENSE, MOE, Geometry, write_checkpoint
 from tests.engine.runtime import Output, drain, engine, finish, generate, request
 
