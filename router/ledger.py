@@ -107,7 +107,7 @@ class MemoryLedger:
         account = self._accounts[grant.key.name]
         account.num_running -= 1
         account.balance(grant.key, self._clock())
-        account.charge(0, *correction(grant.tokens, usage, is_refused))
+        account.charge(0, *correction(grant.tokens, grant.prompt_tokens, usage, is_refused))
         if grant.conversation is not None and not is_refused:
             self._note_length(grant.conversation, grant.prompt_tokens)
 

@@ -11,6 +11,7 @@ import httpx
 from config import RouterConfig
 from router import policy
 from router.ask import Ask
+from router.counts import body_counts
 from router.errors import GatewayError, UnavailableError, UpstreamError, UpstreamTimeoutError
 from router.exchange import Exchange
 from router.headers import UNBUFFERED, client_headers, upstream_headers
@@ -18,7 +19,6 @@ from router.lane import Decision, LaneMemory, TokenRatio
 from router.metrics import Metrics
 from router.relay import Relay
 from router.route import Route
-from router.sse import StreamScanner
 from router.transport import BrokenConnectionError, Transport, UnreachableError
 from router.usage import ask_for_model, ask_for_usage, without_usage_comment, without_usage_event
 from router.worker import Worker, judge
@@ -209,9 +209,7 @@ class Proxy:
     ) -> None:
         headers = client_headers(response.headers)
         if is_whole:
-            scanner = StreamScanner(call.exchange.api)
-            scanner.note(held)
-            call.exchange.counts = scanner.counts
+            call.exchange.counts = body_counts(held)
             self._note_end(call, worker, response.status_code, None)
             await call.exchange.respond(response.status_code, headers, held)
             return

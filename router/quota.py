@@ -13,7 +13,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an upstream reported of one request; cached prompt tokens cost nothing, None where it does not tell."""
+    """What an upstream reported of one request. Cached prompt tokens cost nothing; None (untold) means none."""
 
     prompt_tokens: int = 0
     cached_tokens: int | None = None
@@ -65,17 +65,17 @@ def refusal(key: Key, balance: Balance, tokens: int) -> QuotaError | None:
     return None
 
 
-def correction(estimate: int, usage: Usage | None, is_refused: bool) -> tuple[int, int]:
+def correction(charged: int, prompt_tokens: int, usage: Usage | None, is_refused: bool) -> tuple[int, int]:
     """Prompt and output tokens to charge once a request is over; negative ones are given back.
 
-    usage       None where the upstream reported none: the estimate stays
-    is_refused  nothing was computed: the estimate is given back
+    charged      when it was admitted, of its estimated `prompt_tokens`
+    usage        None where the upstream reported none
+    is_refused   nothing was computed: what was charged is given back
     """
     if usage is None:
-        return (-estimate if is_refused else 0), 0
-    is_known = usage.cached_tokens is not None
-    cost = usage.prompt_tokens - usage.cached_tokens if is_known else estimate
-    return cost - estimate, usage.output_tokens
+        # which of its tokens were cached is so far the client's own word only
+        return (0 if is_refused else prompt_tokens) - charged, 0
+    return max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) - charged, usage.output_tokens
 
 
 def limit_headers(key: Key, balance: Balance) -> dict[str, str]:

@@ -146,7 +146,7 @@ class RedisLedger:
 
     async def _send_settlement(self, grant: Grant, usage: Usage | None, is_refused: bool) -> None:
         self._leases[grant.key.name].discard(grant.lease)
-        prompt_tokens, output_tokens = correction(grant.tokens, usage, is_refused)
+        prompt_tokens, output_tokens = correction(grant.tokens, grant.prompt_tokens, usage, is_refused)
         length = "" if is_refused or grant.conversation is None else grant.prompt_tokens
         arguments = [*_capacities(grant.key), prompt_tokens, output_tokens, grant.lease, length]
         await _reached(self._settle(_keys(grant.key, grant.conversation), arguments))

@@ -4,18 +4,12 @@ import json
 import re
 from typing import Any
 
+from router.counts import line_counts
+
 HELD_BYTES = 1024 * 1024
 # a line end is CR LF, LF or CR; a CR at the very end waits for the byte after it
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
-_COUNTS = {
-    b"prompt_tokens": "prompt",
-    b"input_tokens": "prompt",
-    b"cached_tokens": "cached",
-    b"cache_read_input_tokens": "cached",
-    b"completion_tokens": "output",
-    b"output_tokens": "output",
-}
-_COUNT = re.compile(rb'"(' + b"|".join(_COUNTS) + rb')"\s*:\s*(\d+)')
 _DONE = (b"data: [DONE]", b"data:[DONE]")
 _FINAL_EVENTS = {
     "chat": _DONE,
@@ -75,10 +69,9 @@ class StreamScanner:
         if b"data:" in events:
             self._last = events
         if b'_tokens"' in events:
-            for match in _COUNT.finditer(events):
-                # later events repeat or raise the counts of earlier ones
-                name = _COUNTS[match[1]]
-                self.counts[name] = max(int(match[2]), self.counts.get(name, 0))
+            for line in _LINE_END.split(events):
+                # what a later event tells replaces what an earlier one told
+                self.counts |= line_counts(line)
         if not self.has_marker:
             self.has_marker = any(_has_line(events, final) for final in self._finals)
 
@@ -88,7 +81,7 @@ class StreamScanner:
 
     def last_data(self) -> dict[str, Any]:
         """Data of the newest event that carries a JSON object."""
-        for line in reversed(re.split(rb"\r\n|\n|\r", self._last)):
+        for line in reversed(_LINE_END.split(self._last)):
             if line.startswith(b"data:") and isinstance(value := _object(line[5:]), dict):
                 return value
         return {}
@@ -116,5 +109,5 @@ def _is_final(data: dict[str, Any]) -> bool:
 def _object(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -458,3 +458,18 @@ def test_usage_comment_of_the_engines_server_is_counted_and_taken_out(gateway, u
     assert "stream_options" not in long.requests[0].json
     second = client.post(url, json=body, headers=headers)
     assert 690 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 705
+
+
+def test_whole_answer_from_the_cache_is_charged_and_learned_by_its_true_length(gateway, upstream, client, keys_file):
+    usage = {"input_tokens": 100, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 900, "output_tokens": 5}
+
+    async def answer(received, connection):
+        await connection.answer(200, {"type": "message", "content": [], "usage": usage})
+
+    path, secrets = keys_file(alice={"prompt_tokens_per_minute": 10_000})
+    running = gateway(long=upstream(answer=answer), keys_file=path)
+    body, headers = BODY | {"system": "x" * 4000}, bearer(secrets["alice"])
+    client.post(running.url + "/v1/messages", json=body, headers=headers)
+    second = client.post(running.url + "/v1/messages", json=BODY, headers=headers)
+    assert 9800 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 9905
+    assert 3.8 < running.app._ratio.bytes_per_token["tiny"] < 4.0

@@ -85,7 +85,9 @@ def test_concurrent_requests_come_back_when_settled_even_under_new_limits(ledger
     ("usage", "is_refused", "level"),
     [
         (Usage(800, 700, 50), False, 900),
-        (Usage(800, None, 50), False, 500),
+        (Usage(800, None, 50), False, 200),
+        # more cached than asked is no gift
+        (Usage(100, 9000, 0), False, 1000),
         (None, False, 500),
         (None, True, 1000),
         (Usage(900, 0, 0), False, 100),
@@ -104,6 +106,26 @@ def test_tokens_of_a_conversation_are_estimated_as_its_growth(ledger):
     # what was refused was not computed, so its length is not known
     assert ledger.admit(one, 1000, "c").tokens == 100
     assert "about 1000" in str(ledger.refusal(one, 1000, "other"))
+
+
+@pytest.mark.parametrize("usage", [None, Usage(900, None, 0)])
+def test_a_name_for_a_conversation_makes_nothing_cheaper_than_its_upstream_says(ledger, usage):
+    one = key(prompt_tokens_per_minute=1000)
+    ledger.settle(ledger.admit(one, 900, "c"), Usage(900, 0, 0))
+    again = ledger.admit(one, 900, "c")
+    assert again.tokens == 0
+    ledger.settle(again, usage)
+    assert "uncached prompt tokens per minute" in str(ledger.refusal(one, 1))
+
+
+def test_more_cached_than_asked_gives_nothing_back(ledger):
+    one = key(tokens_per_day=1000)
+    ledger.settle(ledger.admit(one, 1000), Usage(1000, 0, 0))
+    ledger.refusal(one, 1)
+    forged = key(prompt_tokens_per_minute=1000)
+    ledger.admit(forged, 600)
+    ledger.settle(ledger.admit(forged, 0), Usage(100, 10**9, 0))
+    assert "about 600" in str(ledger.refusal(forged, 600))
 
 
 def test_day_is_utc_and_counts_output(ledger):

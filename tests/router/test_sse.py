@@ -1,9 +1,11 @@
 import itertools
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.counts import body_counts
 from router.sse import HELD_BYTES, EventSplitter, EventTooLargeError, StreamScanner
 
 EVENTS = [
@@ -86,6 +88,67 @@ def test_prompt_tokens_are_read_from_usage_not_from_text():
     usage = b'{"prompt_tokens": 41,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":40}}'
     scanner.note(b'data: {"choices":[],"usage":' + usage + b"}\n\n")
     assert scanner.counts == {"prompt": 41, "output": 2, "cached": 40}
+
+
+FORGED = {"cached_tokens": 10**9, "prompt_tokens": 10**9, "input_tokens": 10**9, "cache_read_input_tokens": 10**9}
+TRUE = {"input_tokens": 1000, "input_tokens_details": {"cached_tokens": 400}, "output_tokens": 5}
+COUNTED = {"prompt": 1000, "cached": 400, "output": 5}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [{"name": "f", "usage": FORGED} | FORGED], "metadata": FORGED, "usage": TRUE},
+        {"usage": TRUE, "content": [{"type": "tool_use", "input": {"usage": FORGED} | FORGED}]},
+        {"response": {"tools": [FORGED], "usage": TRUE}, "type": "response.completed"},
+        {"message": {"content": [FORGED], "usage": TRUE}, "type": "message_start"},
+    ],
+)
+def test_what_an_answer_repeats_of_its_client_counts_nothing(body):
+    text = json.dumps(body).encode()
+    scanner = StreamScanner("responses")
+    scanner.note(b"data: " + text + b"\n\n")
+    assert body_counts(text) == scanner.counts == COUNTED
+
+
+def test_the_last_word_of_a_stream_counts():
+    scanner = StreamScanner("responses")
+    scanner.note(b'data: {"type":"response.created","response":{"usage":{"input_tokens":9,"output_tokens":99}}}\n\n')
+    scanner.note(b"data: " + json.dumps({"response": {"usage": TRUE}}).encode() + b"\n\n")
+    assert scanner.counts == COUNTED
+
+
+MESSAGES = {
+    "input_tokens": 1000,
+    "cache_creation_input_tokens": 20,
+    "cache_read_input_tokens": 9000,
+    "output_tokens": 5,
+}
+
+
+def test_the_messages_api_counts_cached_tokens_apart():
+    counted = {"prompt": 10_020, "cached": 9000, "output": 5}
+    assert body_counts(json.dumps({"type": "message", "usage": MESSAGES}).encode()) == counted
+    scanner = StreamScanner("messages")
+    scanner.note(b'data: {"message":{"usage":{"input_tokens":10020,"cache_read_input_tokens":0}}}\n\n')
+    scanner.note(b"data: " + json.dumps({"type": "message_delta", "usage": MESSAGES}).encode() + b"\n\n")
+    assert scanner.counts == counted
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": -5}, {"prompt_tokens": "x"}, [1], 7, {"prompt_tokens": 1.5}])
+def test_counts_that_are_none_are_left_out(usage):
+    assert body_counts(json.dumps({"usage": usage}).encode()) == {}
+
+
+def test_counts_beside_the_text_of_generate():
+    body = b'{"text":"x","prompt_tokens":9,"cached_tokens":4,"completion_tokens":2}'
+    assert body_counts(body) == {"prompt": 9, "cached": 4, "output": 2}
+
+
+def test_deep_nesting_of_an_upstream_is_no_fault_of_the_gateway():
+    scanner = StreamScanner("chat")
+    scanner.note(b'data: {"prompt_tokens":' + b"[" * 100_000 + b"\n\n")
+    assert scanner.counts == {} and not scanner.is_whole()
 
 
 def test_heartbeats_do_not_hide_the_newest_data():
