@@ -8,7 +8,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from config import RouterConfig
-from router.errors import UnavailableError, UpstreamError, UpstreamTimeoutError
+from router.errors import GatewayError, RequestError, UnavailableError, UpstreamError, UpstreamTimeoutError
 
 _CLOSE_S = 5.0
 _AUTOMATIC_HEADERS = ("accept", "accept-encoding", "user-agent", "content-type")
@@ -47,20 +47,26 @@ class Transport:
     ) -> httpx.Response:
         """The response once its headers are there; the caller closes it.
 
-        raises  UnreachableError, BrokenConnectionError, UpstreamTimeoutError
+        raises  UnreachableError, BrokenConnectionError, UpstreamTimeoutError, RequestError
         """
-        request = httpx.Request(method, url, headers=headers, content=body, extensions={"timeout": self._timeouts})
+        request = self._request(method, url, headers, body)
         try:
             async with asyncio.timeout(first_byte_s):
                 return await self._inner.handle_async_request(request)
         except TimeoutError as error:
             raise UpstreamTimeoutError(f"upstream {name} sent no response within {first_byte_s:g} s") from error
-        except httpx.ConnectError as error:
-            raise UnreachableError(f"upstream {name} is not reachable: no connection to {_origin(url)}") from error
         except httpx.TransportError as error:
-            raise _before_headers(name, error) from error
+            raise _before_headers(name, url, error) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise UpstreamError(f"upstream {name} sent no valid HTTP response") from error
+
+    def _request(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> httpx.Request:
+        # as bytes: a client's header values need not be ASCII
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
+        try:
+            return httpx.Request(method, url, headers=raw, content=body, extensions={"timeout": self._timeouts})
+        except httpx.InvalidURL as error:
+            raise RequestError(f"no upstream can be asked for this address: {error}") from error
 
     async def chunks(self, name: str, response: httpx.Response) -> AsyncIterator[bytes]:
         """The body's bytes as they arrive; raises BrokenConnectionError."""
@@ -97,10 +103,15 @@ class Transport:
             return
 
 
-def _before_headers(name: str, error: httpx.TransportError) -> UpstreamError | UnavailableError:
-    # the transport reports a timed-out connection and a closed one by neighbouring classes; the cause tells
-    if isinstance(error.__cause__, aiohttp.ServerTimeoutError):
-        return UnreachableError(f"upstream {name} is not reachable: no connection in time")
+def _before_headers(name: str, url: str, error: httpx.TransportError) -> GatewayError:
+    # the transport reports connections refused, timed out and closed by classes that overlap; the cause tells
+    cause = error.__cause__
+    if isinstance(cause, aiohttp.InvalidURL):
+        return RequestError("no upstream can be asked for this address")
+    if isinstance(cause, aiohttp.ClientConnectorError):
+        return UnreachableError(f"upstream {name} is not reachable: no connection to {_origin(url)}")
+    if isinstance(cause, aiohttp.ServerTimeoutError):
+        return UnreachableError(f"upstream {name} is not reachable: no connection to {_origin(url)} in time")
     return BrokenConnectionError(f"upstream {name} closed the connection before it answered")
 
 

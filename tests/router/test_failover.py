@@ -7,6 +7,7 @@ import time
 import pytest
 
 from config import RouterConfig, Upstream
+from router.transport import Transport, UnreachableError
 from tests.router.live import echo, eventually
 
 CHAT = "/v1/chat/completions"
@@ -203,3 +204,45 @@ def test_connection_idle_for_long_is_not_used_again(gateway, upstream, client):
         time.sleep(0.6)
     # common servers drop theirs after five seconds
     assert RouterConfig().pool_idle_s < 5
+
+
+def test_refused_connection_is_told_as_such(gateway, client):
+    url = f"http://127.0.0.1:{free_port()}"
+    lost = Upstream(name="lost", url=url, lane="long", models=("tiny",))
+    response = client.post(gateway(more=[lost], wait=False, **SLOW_CHECKS).url + CHAT, json=BODY)
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    message = response.json()["error"]["message"]
+    assert url in message and ("not reachable" in message)
+
+
+def test_refused_connection_is_told_by_the_request_that_meets_it(threads):
+    async def run():
+        transport = Transport(RouterConfig())
+        try:
+            await transport.open("lost", "GET", f"http://127.0.0.1:{free_port()}/ready", {}, b"", 5.0)
+        finally:
+            await transport.aclose()
+
+    with pytest.raises(UnreachableError, match=r"^upstream lost is not reachable: no connection to http://127"):
+        threads.run(run())
+
+
+def test_what_no_upstream_can_be_asked_is_the_clients_fault(gateway, upstream, client):
+    long = upstream()
+    running = gateway(long=long, **SLOW_CHECKS)
+    response = client.post(running.url + CHAT + "?" + "x" * 60_000, json=BODY)
+    assert response.status_code == 200
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
+        head = f"POST {CHAT}?{'x' * 65_505} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: 16\r\n\r\n".encode() + b'{"model":"tiny"}')
+        answer = connection.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
+    assert running.app.workers["engine"].obstacle(time.monotonic()) is None
+
+
+@pytest.mark.parametrize("value", [b"caf\xe9", "caf\u00e9".encode()])
+def test_header_values_need_not_be_ascii(gateway, upstream, client, value):
+    long = upstream()
+    response = client.post(gateway(long=long).url + CHAT, json=BODY, headers={"user-agent": value})
+    assert response.status_code == 200
+    assert long.requests[0].headers["user-agent"].encode("latin-1").decode() == "caf\u00e9"
