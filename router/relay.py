@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from config import RouterConfig, Upstream
 from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, error_event
@@ -50,15 +50,16 @@ class Relay:
             failure = UpstreamError(f"upstream {self._upstream.name} ended the stream without finishing it")
         if failure is not None:
             last = self._scanner.last_data()
-            await self._exchange.send(error_event(failure, self._exchange.api, self._exchange.request_id, last))
-        await self._exchange.end()
+            event = error_event(failure, self._exchange.api, self._exchange.request_id, last)
+            await self._taken(self._exchange.send(event))
+        await self._taken(self._exchange.end())
         return failure
 
     async def body(self, held: bytes) -> UpstreamError | None:
         """Passes bytes as they come, `held` first. After a failure the response stays unfinished, as it was."""
         failure = await self._run(self._pump_body(held), has_heartbeats=False)
         if failure is None:
-            await self._exchange.end()
+            await self._taken(self._exchange.end())
         return failure
 
     async def _run(self, pump, has_heartbeats: bool) -> UpstreamError | None:
@@ -116,4 +117,12 @@ class Relay:
             if has_heartbeats and self._is_waiting and now + step - self._sent_at > config.heartbeat_s:
                 # only whole events are ever sent, so this stands between two
                 self._sent_at = now
-                await self._exchange.send(HEARTBEAT)
+                await self._taken(self._exchange.send(HEARTBEAT))
+
+    async def _taken(self, sending: Awaitable[None]) -> None:
+        """What is sent while nobody watches the client; raises SlowClientError."""
+        try:
+            async with asyncio.timeout(self._config.send_timeout_s):
+                await sending
+        except TimeoutError as error:
+            raise SlowClientError from error
