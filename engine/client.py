@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from config import EngineConfig
 from engine.child import ChildProcess
-from engine.errors import EngineDiedError, EngineError, QueueFullError, RequestError, SamplingError
+from engine.errors import CapacityError, EngineDiedError, EngineError, QueueFullError, RequestError, SamplingError
 from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
 from engine.token_stream import TokenStream
@@ -60,7 +60,15 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request within one step; unknown and finished ids are ignored."""
+        """Ends a request within one step; unknown and finished ids are ignored. It cannot be streamed after that,
+        unless its stream was opened before."""
+        ...
+
+    async def gone(self) -> None:
+        """Waits, once the engine was ready, for its end: returns when it was closed.
+
+        raises  EngineDiedError when the engine died and cannot be started again
+        """
         ...
 
     async def close(self) -> None: ...
@@ -80,10 +88,14 @@ class EngineClient:
         self._stats = EngineStats()
         self._streams: dict[str, TokenStream] = {}
         self._child: ChildProcess | None = None
+        self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[None] | None = None
         self._last_progress = 0.0
         self._load_s = 5.0
+        self._began = 0.0
+        self._delay_s = FIRST_DELAY_S
+        self._next_start = 0.0
 
     @property
     def state(self) -> EngineState:
@@ -107,10 +119,10 @@ class EngineClient:
     async def start(self) -> None:
         if self._supervisor is not None:
             raise RuntimeError("start was already called")
-        started = asyncio.get_running_loop().create_future()
-        self._supervisor = asyncio.create_task(self._supervise(started))
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
         try:
-            await started
+            await self._started
         except BaseException:
             await self.close()
             raise
@@ -137,6 +149,7 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             raise RequestError(f"request_id {request_id!r} was not submitted, or its stream was already read")
+        stream.is_opened = True
         try:
             while True:
                 event = await stream.get()
@@ -149,10 +162,21 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
-        if stream is not None and not stream.is_finished and self._child is not None:
+        if stream is None:
+            return
+        if stream.is_admitted and not stream.is_opened:
+            # nobody will read it to its end, where it is forgotten otherwise
+            del self._streams[request_id]
+        if not stream.is_finished and self._child is not None:
             # a process that has just ended took its requests along
             with contextlib.suppress(EngineDiedError):
                 await self._child.send(Abort(request_id))
+
+    async def gone(self) -> None:
+        assert self._supervisor is not None, "start comes first"
+        await asyncio.wait({self._supervisor})
+        if not self._supervisor.cancelled():
+            raise self._unavailable()
 
     async def close(self) -> None:
         if self._supervisor is not None:
@@ -161,7 +185,7 @@ class EngineClient:
         if self._killing is not None:
             await self._killing
         if self._state != "closed":
-            self._finish("the engine was closed")
+            self._finish(EngineDiedError("the engine was closed"))
 
     def _open_stream(self, request_id: str) -> TokenStream:
         # an idle engine makes no progress; its time runs from the moment it has something to do
@@ -174,48 +198,52 @@ class EngineClient:
         await self.abort(request_id)
         self._streams.pop(request_id, None)
 
-    async def _supervise(self, started: asyncio.Future[None]) -> None:
-        """Keeps one engine process alive until none can be started; `started` then carries the reason."""
+    async def _supervise(self) -> None:
+        """Keeps one engine process alive until none can be started."""
         try:
-            await self._replace_forever(started)
+            await self._replace_forever()
         except EngineError as error:
-            self._finish(str(error))
             log.error("the engine stays down: %s", error)
-            if not started.done():
-                started.set_exception(error)
+            self._finish(error)
         except Exception as error:
-            self._finish(repr(error))
             log.exception("the engine's supervisor failed")
-            if not started.done():
-                started.set_exception(error)
+            self._finish(error)
 
-    async def _replace_forever(self, started: asyncio.Future[None]) -> None:
+    async def _replace_forever(self) -> None:
         """raises  CheckpointError, CapacityError at once; EngineDiedError after MAX_STARTS failed starts in a row"""
-        failed_starts, delay_s = 0, FIRST_DELAY_S
+        failed_starts = 0
         while True:
-            began = time.monotonic()
             try:
-                await self._run_child(started)
+                await self._run_child()
                 failed_starts = 0
-            except EngineDiedError as error:
+            except (EngineDiedError, CapacityError) as error:
+                # what fitted once fits again, when whoever took the memory meanwhile gives it back
+                if isinstance(error, CapacityError) and self._info is None:
+                    raise
                 failed_starts += 1
                 log.error("the engine process died while starting: %s", error)
                 if failed_starts == MAX_STARTS:
                     raise EngineDiedError(f"the engine died {MAX_STARTS} times while starting: {error}") from error
-            lived_s = time.monotonic() - began
-            delay_s = FIRST_DELAY_S if lived_s > STEADY_S else min(2 * delay_s, LONGEST_DELAY_S)
-            await asyncio.sleep(delay_s)
+                self._plan_start()
+            await asyncio.sleep(self._wait_s())
 
-    async def _run_child(self, started: asyncio.Future[None]) -> None:
+    def _plan_start(self) -> None:
+        """The process ended: the next one is due after a delay that doubles as long as they die young."""
+        lived_s = time.monotonic() - self._began
+        self._delay_s = FIRST_DELAY_S if lived_s > STEADY_S else min(2 * self._delay_s, LONGEST_DELAY_S)
+        self._next_start = time.monotonic() + self._delay_s
+
+    def _wait_s(self) -> float:
+        return max(0.0, self._next_start - time.monotonic())
+
+    async def _run_child(self) -> None:
         """One engine process from its start to its end. raises EngineError when it never became ready"""
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._child = child = await ChildProcess.spawn(self._config)
         try:
             ready = await child.ready()
-            self._load_s = time.monotonic() - began
+            self._load_s = time.monotonic() - self._began
             self._become_ready(ready)
-            if not started.done():
-                started.set_result(None)
             self._lose(await self._serve(child))
         finally:
             self._child = None
@@ -278,6 +306,8 @@ class EngineClient:
         self._info = ready.info
         self._state = "ready"
         self._stats = ready.stats
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
         log.info("engine ready in %.1f s on %s: %s", self._load_s, ready.info.device, ready.info.checkpoint_dir)
 
     def _lose(self, reason: str) -> None:
@@ -285,19 +315,22 @@ class EngineClient:
         self._state = "restarting"
         self._end = reason
         self._stats = EngineStats()
+        self._plan_start()
         self._fail_streams(f"the engine died while it worked on this request: {_last_line(reason)}")
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, error: Exception) -> None:
         self._state = "closed"
-        self._end = reason
-        self._fail_streams(reason)
+        self._end = str(error) if isinstance(error, EngineError) else repr(error)
+        self._fail_streams(self._end)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
 
     def _fail_streams(self, text: str) -> None:
         for stream in self._streams.values():
             stream.fail(EngineDiedError(text, self._retry_after_s()))
 
     def _retry_after_s(self) -> int:
-        return math.ceil(self._load_s + FIRST_DELAY_S)
+        return math.ceil(self._load_s + self._wait_s())
 
     def _unavailable(self) -> EngineDiedError:
         texts = {

@@ -13,9 +13,14 @@ class TokenStream:
     def __init__(self) -> None:
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_finished = False
+        self.is_opened = False
         self._unread: list[TokenEvent] = []
         self._error: EngineError | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def is_admitted(self) -> bool:
+        return self._admitted.done()
 
     async def admitted(self) -> None:
         """Waits until the engine took the request. raises  the error that the stream failed with"""

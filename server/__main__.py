@@ -47,7 +47,7 @@ class AddressError(Exception):
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Runs until a signal or until the engine can never start. raises ConfigError, AddressError"""
+    """Runs until a signal or until the engine cannot be started, or not again. raises ConfigError, AddressError"""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keys = load_keys(config.keys_file) if config.keys_file else None
     listener = listen(config.host, config.port)
@@ -72,7 +72,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     server = uvicorn.Server(uvicorn_config(build_app(serving, AccessControl(config, keys)), config))
     run(server, listener)
     for error in failures:
-        print(f"the engine did not start: {error}", file=sys.stderr)
+        print(f"there is no engine to serve: {error}", file=sys.stderr)
     return 1 if failures else 0
 
 

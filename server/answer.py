@@ -15,6 +15,7 @@ from server.model import ServedModel
 from server.pipeline import TextRules
 from server.prompt import Prompt
 from server.protocol import to_json
+from server.sampling import SEED_MASK
 from server.serving import Serving
 
 DONE = b"data: [DONE]\n\n"
@@ -95,10 +96,13 @@ async def start_answer(
 
 
 def end_of_stream(answer: Answer) -> bytes:
-    """The marker, and for the gateway a comment that tells the usage whether or not the client asked for it."""
-    return DONE + (b": usage " + to_json(answer.usage()) + b"\n\n" if answer.is_accounted else b"")
+    """The marker, and for the gateway a comment that tells the usage whether or not the client asked for it.
+
+    The comment comes first: many a reader stops at the marker.
+    """
+    return (b": usage " + to_json(answer.usage()) + b"\n\n" if answer.is_accounted else b"") + DONE
 
 
 def _seeded(sampling: engine.SamplingParams, index: int) -> engine.SamplingParams:
     """Choices of one seeded request differ, and differ the same way every time."""
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) & SEED_MASK)

@@ -1,6 +1,7 @@
 """The choices of one request while the engine works on them."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -34,8 +35,6 @@ class Generation:
             for index, request in enumerate(self._requests):
                 await self._engine.submit(request)
                 self._pumps.append(asyncio.create_task(self._pump(index, request.request_id)))
-            # a task that is cancelled before its first step would never open its stream, and so never close it
-            await asyncio.sleep(0)
         except BaseException:
             await self.close()
             raise
@@ -82,11 +81,13 @@ class Generation:
     async def _pump(self, index: int, request_id: str) -> None:
         timing = self._timings[index]
         try:
-            async for event in self._engine.stream(request_id):
-                if index in self._ended:
-                    return
-                timing.observe(event)
-                self._arrive(index, event, is_last=event.finish_reason is not None)
+            # a stream that is left early ends its request when it is closed, not when it is collected
+            async with contextlib.aclosing(self._engine.stream(request_id)) as events:
+                async for event in events:
+                    if index in self._ended:
+                        return
+                    timing.observe(event)
+                    self._arrive(index, event, is_last=event.finish_reason is not None)
         except Exception as error:
             if index in self._ended:
                 return

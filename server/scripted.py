@@ -41,6 +41,7 @@ class ScriptedRun:
         self.line = line
         self.chunks = chunks
         self.is_ended = False
+        self.is_opened = False
         self.failure: EngineError | None = None
         self._awake = asyncio.Event()
 
@@ -79,6 +80,7 @@ class ScriptedEngine:
         self._max_num_requests = max_num_requests
         self._max_queued_requests = max_queued_requests
         self._state = "loading"
+        self._closed = asyncio.Event()
         self._runs: dict[str, ScriptedRun] = {}
         self._places = asyncio.Semaphore(max_num_requests)
         self._num_running = 0
@@ -134,6 +136,7 @@ class ScriptedEngine:
 
     async def stream(self, request_id: str) -> AsyncIterator[TokenEvent]:
         run = self._runs[request_id]
+        run.is_opened = True
         is_complete = False
         try:
             async with self._places:
@@ -151,9 +154,17 @@ class ScriptedEngine:
     async def abort(self, request_id: str) -> None:
         if run := self._runs.get(request_id):
             run.end()
+            if not run.is_opened:
+                del self._runs[request_id]
+                self._num_aborted += 1
+
+    async def gone(self) -> None:
+        """A script never dies for good."""
+        await self._closed.wait()
 
     async def close(self) -> None:
         self._state = "closed"
+        self._closed.set()
         self._fail_all("the engine was closed")
 
     async def _play(self, run: ScriptedRun) -> AsyncIterator[TokenEvent]:

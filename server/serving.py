@@ -27,7 +27,7 @@ class Serving:
 
     load        reads the text files of a checkpoint
     on_ready    called once with the model
-    on_failure  called when the engine can never start
+    on_failure  called when there is no engine and never will be: it cannot start, or not again
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Serving:
         return self._model
 
     async def run(self) -> None:
-        """Starts the engine and reads the checkpoint's text files."""
+        """Starts the engine, reads the checkpoint's text files, and stays until the engine is gone for good."""
         try:
             await self.engine.start()
             self._model = await self._load_model()
+            self._on_ready(self._model)
+            await self.engine.gone()
         except Exception as error:
             if not isinstance(error, (EngineError, TextFilesError, ScriptError)):
-                logger.exception("the engine's start failed in a way nobody foresaw")
+                logger.exception("the engine failed in a way nobody foresaw")
             self._on_failure(error)
-            return
-        self._on_ready(self._model)
 
     async def generate(self, requests: Sequence[Request]) -> Generation:
         """Admitted requests. raises what the engine refuses them with"""

@@ -153,9 +153,12 @@ async def fills_its_queue(client):
         await client.submit(request(name, [1, 2], max_tokens=700))
     with pytest.raises(QueueFullError, match="try again"):
         await client.submit(request(names[2], [1, 2], max_tokens=700))
+    aborted = client.stats.num_aborted
     for name in names[:2]:
         await client.abort(name)
-        assert [event async for event in client.stream(name)][-1].finish_reason == "abort"
+    # nobody reads them, so nothing else would forget them
+    assert not client._streams
+    await until(lambda: client.stats.num_aborted == aborted + 2)
 
 
 def test_kill_under_load_fails_the_requests_and_the_engine_comes_back(checkpoint_dir):
@@ -298,5 +301,55 @@ def test_a_failed_stream_gives_what_it_had_first():
         assert (await stream.get()).token_ids == (1,)
         with pytest.raises(EngineError, match="gone"):
             await stream.get()
+
+    asyncio.run(scenario())
+
+
+def test_low_memory_at_a_restart_is_waited_for_until_it_lasts(checkpoint_dir, monkeypatch, tmp_path, caplog):
+    """Processes that are not to start find a file, which says how many of them there are."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys, types\n"
+        f"count = pathlib.Path({str(tmp_path / 'count')!r})\n"
+        "if 'engine.process' in sys.orig_argv and count.exists():\n"
+        "    left = int(count.read_text()) - 1\n"
+        "    count.write_text(str(left)) if left else count.unlink()\n"
+        "    def load_engine(config):\n"
+        "        from engine.errors import CapacityError\n"
+        "        raise CapacityError('memory is low')\n"
+        "    sys.modules['engine.loading'] = types.SimpleNamespace(load_engine=load_engine)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def scenario(client):
+        (tmp_path / "count").write_text("1")
+        first = client.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.state == "ready" and client.pid not in (None, first))
+        assert caplog.text.count("memory is low") == 1
+        waits = []
+        (tmp_path / "count").write_text("3")
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.state == "restarting")
+        with pytest.raises(EngineDiedError) as caught:
+            await client.submit(request("a", [1]))
+        waits.append(caught.value.retry_after_s)
+        with pytest.raises(EngineDiedError, match="3 times while starting: memory is low"):
+            await asyncio.wait_for(client.gone(), 30)
+        assert client.state == "closed"
+        # the fourth start in a row follows 2 s of waiting; a load alone says less
+        assert waits[0] >= client._load_s + 1
+
+    run(scenario, settings(checkpoint_dir, kv_cache_tokens=8192))
+
+
+def test_closing_ends_a_start_that_goes_on(checkpoint_dir):
+    async def scenario():
+        client = EngineClient(settings(checkpoint_dir))
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(EngineDiedError, match="was closed"):
+            await asyncio.wait_for(starting, 5)
+        await client.gone()
 
     asyncio.run(scenario())

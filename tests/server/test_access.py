@@ -118,6 +118,6 @@ def test_the_gateway_s_streams_end_with_their_usage(checkpoint, tmp_path):
         plain = live.post(body)
         accounted = live.post(body, headers={"x-longlane-gateway-secret": "shared"})
     assert plain.text.endswith("data: [DONE]\n\n")
-    marker, comment = accounted.text.rstrip().split("\n\n")[-2:]
+    comment, marker = accounted.text.rstrip().split("\n\n")[-2:]
     assert marker == "data: [DONE]"
     assert json.loads(comment.removeprefix(": usage "))["completion_tokens"] == 2

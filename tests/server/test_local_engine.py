@@ -1,9 +1,19 @@
 """The server over the real engine and the checkpoint that comes with the project."""
 
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
 import pytest
+from prometheus_client import CollectorRegistry
 
 from config import EngineConfig
-from engine import EngineClient
+from engine import EngineClient, Request, SamplingError, SamplingParams
+from server.generation import Generation
+from server.metrics import ServerMetrics
 from tests.server.conftest import ROOT
 from tests.server.live import NAME, running
 from tests.server.test_chat import ask, joined, message_of
@@ -56,3 +66,56 @@ def test_limits_are_those_of_the_engine(local):
     assert (card["id"], card["max_model_len"]) == (NAME, 2048)
     answer = local.post(ask("word " * 4000))
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_server_whose_engine_cannot_start_again_ends(tmp_path):
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(EMBEDDED, directory)
+    flags = ["--port", "0", "--model", str(directory), "--device", "cpu", "--max-model-len", "512"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert "serving" in process.stdout.readline()
+        (directory / "config.json").unlink()
+        os.kill(child_of(process.pid), signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "there is no engine to serve: the engine is closed: " in errors
+    assert "config.json is missing" in errors.splitlines()[-1]
+
+
+def child_of(pid: int) -> int:
+    (child,) = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return int(child)
+
+
+def test_choices_that_are_refused_take_the_others_along(local):
+    """The first choice is admitted, the second one is refused before anything of the first was read."""
+    metrics = ServerMetrics(CollectorRegistry(), NAME)
+    sampling = [SamplingParams(1000, seed=0), SamplingParams(1000, seed=2**63)]
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(EMBEDDED), device="cpu", max_model_len=2048, num_threads=1))
+        await client.start()
+        try:
+            requests = [Request(f"choice-{number}", (1, 2), params) for number, params in enumerate(sampling)]
+            for _ in range(2):
+                with pytest.raises(SamplingError, match="seed"):
+                    await Generation(client, requests, metrics).submit()
+            assert not client._streams
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1, 2**64 - 1])
+def test_any_seed_has_choices(local, seed):
+    answer = local.post(ask("Hello", seed=seed, n=3, max_tokens=2))
+    assert (answer.status_code, len(answer.json().get("choices", ()))) == (200, 3), answer.text
+    assert not local.engine._streams
