@@ -60,10 +60,14 @@ class Discovery:
     async def run(self, changed: Callable[[tuple[Upstream, ...]], None]) -> None:
         before = self.upstreams()
         while True:
-            await self.look()
-            if (now := self.upstreams()) != before:
-                before = now
-                changed(now)
+            try:
+                await self.look()
+                if (now := self.upstreams()) != before:
+                    changed(now)
+                    before = now
+            except Exception:
+                # without further looks the upstreams would stay as they were for ever
+                _log.exception("a look at the upstreams failed inside the gateway")
             await asyncio.sleep(self._config.discovery_interval_s)
 
     async def look(self) -> None:

@@ -55,6 +55,10 @@ class HealthChecks:
             await self._probe(worker)
         except (GatewayError, CheckError) as error:
             worker.health = judge(worker.health, False, str(error))
+        except Exception:
+            # the next check may fare better, and without checks an upstream stays as it was for ever
+            _log.exception("the check of upstream %s failed inside the gateway", worker.name)
+            worker.health = judge(worker.health, False, "its check failed inside the gateway; the log says why")
         else:
             worker.health = judge(worker.health, True, "ready")
         is_healthy = worker.health.healthy
@@ -119,6 +123,8 @@ class HealthChecks:
         except ValueError:
             # some answer a health check with an empty or a plain body
             return None
+        except RecursionError as error:
+            raise CheckError("its answer is nested too deeply") from error
 
 
 def _message(body: Any) -> str:

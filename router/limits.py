@@ -56,6 +56,9 @@ class Limits:
                 await self._shared.renew()
             except LedgerError as error:
                 self._note_away(error)
+            except Exception:
+                # without renewal the places of long requests would be given away
+                _log.exception("renewing leases failed inside the gateway")
 
     async def aclose(self) -> None:
         if self._shared is not None:

@@ -34,9 +34,16 @@ class Reloader:
         try:
             waiting = self._gateway.apply(self._read())
         except ConfigError as error:
-            self._gateway.metrics.reloads.labels("refused").inc()
-            _log.error("the old settings stay in force: %s", error)
-            return str(error)
+            return self._refuse(str(error))
+        except Exception:
+            # asked for by a signal or the clock, so nobody else would tell
+            _log.exception("reading the settings failed inside the gateway")
+            return self._refuse("reading them failed inside the gateway; its log says why")
         self._gateway.metrics.reloads.labels("applied").inc()
         _log.info("settings read again%s", f"; only a restart changes {', '.join(waiting)}" if waiting else "")
         return None
+
+    def _refuse(self, reason: str) -> str:
+        self._gateway.metrics.reloads.labels("refused").inc()
+        _log.error("the old settings stay in force: %s", reason)
+        return reason

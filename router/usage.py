@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 _ASKED = b'"stream_options":{"include_usage":true}'
 _COMMENT = b": usage {"
@@ -41,6 +42,15 @@ def without_usage_event(events: bytes) -> bytes:
 def _is_usage(event: bytes) -> bool:
     for line in event.splitlines():
         if line.startswith(b"data:") and _NO_CHOICES.search(line):
-            data = json.loads(line[5:])
+            data = _object(line[5:])
             return data.get("choices") == [] and isinstance(data.get("usage"), dict)
     return False
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        # the client judges what it gets
+        return {}
+    return value if isinstance(value, dict) else {}

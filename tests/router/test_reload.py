@@ -239,3 +239,63 @@ def test_draining_by_configuration_and_by_the_admin_port(upstream, tmp_path):
 
 def state(running):
     return {one["name"]: one for one in httpx.get(running.admin_url + "/state").json()["upstreams"]}
+
+
+def test_a_fault_while_looking_ends_no_loop(threads, file, caplog):
+    calls, thrice = [], asyncio.Event()
+
+    async def broken(host):
+        calls.append(host)
+        if len(calls) == 3:
+            thrice.set()
+        raise RecursionError
+
+    async def run():
+        upstream = Upstream(name="v", url="http://v.internal", lane="short", discover="dns")
+        discovery = Discovery(RouterConfig(upstreams=(upstream,), discovery_interval_s=0.01), broken)
+        async with asyncio.timeout(5):
+            task = asyncio.ensure_future(discovery.run(lambda upstreams: None))
+            await thrice.wait()
+            task.cancel()
+
+    threads.run(run())
+    assert "failed inside the gateway" in caplog.text
+
+
+def test_a_fault_while_reading_settings_is_told_and_changes_nothing(gateway, upstream, file, caplog):
+    def broken():
+        raise RecursionError
+
+    running = gateway(long=upstream())
+    before = running.app.config
+    assert "failed inside the gateway" in Reloader(running.app, broken, file).reload()
+    assert "RecursionError" in caplog.text and running.app.config is before
+
+
+def test_a_deeply_nested_answer_ends_no_health_check(gateway, upstream):
+    long = upstream()
+
+    async def nested(received, connection):
+        await connection.answer(200, b"[" * 100_000)
+
+    long._respond = nested
+    running = gateway(long=long, health_interval_s=0.05)
+    worker = running.app.workers["engine"]
+    assert worker.health.reason == "its answer is nested too deeply"
+    del long._respond
+    eventually(lambda: worker.health.healthy)
+
+
+def test_a_fault_inside_a_check_is_logged_and_the_next_one_comes(gateway, upstream, caplog, monkeypatch):
+    running = gateway(long=upstream(), health_interval_s=0.05)
+    worker = running.app.workers["engine"]
+    real = running.app._health._probe
+
+    async def broken(worker):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(running.app._health, "_probe", broken)
+    eventually(lambda: worker.health.healthy is False)
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.setattr(running.app._health, "_probe", real)
+    eventually(lambda: worker.health.healthy)

@@ -45,3 +45,11 @@ def test_only_the_usage_comment_is_taken_out():
     assert without_usage_comment(comment) == b""
     text = b'data: {"content":": usage {"}\n\n: heartbeat\n\n'
     assert without_usage_comment(text) == text
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b'data: {"choices":[]\n\n', b'data: [{"choices":[]}]\n\n', b'data: {"choices":[],"x":' + b"[" * 100_000 + b"\n\n"],
+)
+def test_what_is_no_event_of_usage_passes_as_it_is(event):
+    assert without_usage_event(event) == event
