@@ -1,20 +1,18 @@
 """Grammars that outputs have to match, as masks over the vocabulary. Plain data in and out, no torch.
 
-The library is llguidance. Per token of a JSON answer over the family's 248,077 tokens it took 17 µs at the median and
-xgrammar 11 to 20 µs; a new schema cost 1.4 ms against 93 ms. That decided it, and its regular expressions: a lazy
-terminal with a complement says exactly where a free text ends, so the text itself stays free (6 µs a token, 3 ms right
-after a `<`). Over the embedded 8,192 tokens both stay below 10 µs. (2026-11-30, one of two shared x86-64 cores, Python
-3.11, llguidance 1.9.1, xgrammar 0.2.9.)
+The library is llguidance: a new schema costs about a millisecond, and a lazy terminal with a complement says exactly
+where a free text ends, so that the text itself stays free.
 """
 
-import functools
+import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer, normalizers
 
 from engine.errors import SamplingError
@@ -25,17 +23,57 @@ TOKENIZER_FILE = "tokenizer.json"
 log = logging.getLogger("longlane.engine")
 
 
+# the engine compiles between two steps, and everybody waits: a grammar of this size takes it about a tenth of a second
+MAX_GRAMMAR_CHARS = 131_072
+MAX_GRAMMAR_SYMBOLS = 10_000
+
+
 def check_constraint(constraint: Constraint) -> None:
     """raises  SamplingError that names the request's field and what the grammar may not contain"""
-    if constraint.grammar is not None and (refusal := _refusal(constraint.grammar)):
+    if constraint.grammar is None:
+        return
+    if (length := len(constraint.grammar)) > MAX_GRAMMAR_CHARS:
+        raise SamplingError(
+            constraint.param, f"makes a grammar of {length} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+        )
+    if refusal := _REFUSALS.of(constraint.grammar):
         raise SamplingError(constraint.param, f"cannot be applied: {refusal}")
 
 
-# a request is checked before its prompt is tokenised and again when it is submitted, for each of its choices
-@functools.lru_cache(maxsize=64)
+def grammar_limits() -> LLParserLimits:
+    """What compiles can also be followed: a row of the parser holds a few items for each symbol at most."""
+    return LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        max_items_in_row=10 * MAX_GRAMMAR_SYMBOLS,
+        step_max_items=100 * MAX_GRAMMAR_SYMBOLS,
+    )
+
+
+class Refusals:
+    """Why grammars cannot be compiled, of the latest ones: a request is checked before its prompt is tokenised and
+    again when it is submitted, for each of its choices."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+
+    def of(self, grammar: str) -> str:
+        """Empty when it can be compiled."""
+        digest = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        refusal = self._known.get(digest)
+        if refusal is None:
+            refusal = self._known[digest] = _refusal(grammar)
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
+        return refusal
+
+
+_REFUSALS = Refusals(1024)
+
+
 def _refusal(grammar: str) -> str:
-    """Why a grammar cannot be compiled; empty when it can."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+    lark = LLMatcher.grammar_from_lark(grammar)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(lark, limits=grammar_limits())
     return _first_lines(messages[0]) if is_error else ""
 
 
@@ -250,14 +288,14 @@ class Constraints:
         if constraint is None:
             return
         vocabulary = self._spellings(constraint)
-        matcher = None
-        if constraint.grammar is not None:
-            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(constraint.grammar), log_level=0)
-            if matcher.is_error():
-                raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
+        grammar = None if constraint.grammar is None else _compile(constraint, vocabulary)
         thought = Thought(constraint.thought, vocabulary.decode_bytes) if constraint.thought else None
-        stops = request.sampling.stop_token_ids
-        self._matchers[request.request_id] = Matcher(matcher, self._vocab_size, stops, thought)
+        matcher = Matcher(grammar, self._vocab_size, request.sampling.stop_token_ids, thought)
+        # computed here, where the request can still be refused; the first step finds it
+        matcher.mask(())
+        if matcher.has_failed:
+            raise SamplingError(constraint.param, "cannot be applied: nothing can be said of its first token")
+        self._matchers[request.request_id] = matcher
 
     def get(self, request_id: str) -> Matcher | None:
         return self._matchers.get(request_id)
@@ -273,3 +311,12 @@ class Constraints:
             except (OSError, ValueError) as error:
                 raise SamplingError(constraint.param, f"needs the tokens' spelling: {error}") from error
         return self._vocabulary
+
+
+def _compile(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
+    """raises  SamplingError"""
+    lark = LLMatcher.grammar_from_lark(constraint.grammar)
+    matcher = LLMatcher(vocabulary, lark, log_level=0, limits=grammar_limits())
+    if matcher.is_error():
+        raise SamplingError(constraint.param, f"cannot be applied: {_first_lines(matcher.get_error())}")
+    return matcher

@@ -4,13 +4,14 @@ import json
 import random
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.checkpoint_dir import EMBEDDED_DIR
 from engine.constraint import (
     Constraints,
     Matcher,
+    Refusals,
     Thought,
     ThoughtPlace,
     byte_alphabet,
@@ -217,6 +218,57 @@ def test_what_cannot_be_compiled_is_refused_with_its_reason(grammar, word):
         check_request(constrained("a", grammar), info)
     assert word in str(caught.value) and "%json" not in str(caught.value)
     assert caught.value.param == "response_format"
+
+
+def properties(count):
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(count)}}
+    return f"start: json\njson: %json {json.dumps(schema)}\n"
+
+
+@pytest.mark.parametrize(
+    "grammar, limit",
+    [
+        (properties(3000), "limit for this grammar: 10000"),
+        (properties(1), None),
+        (f"{properties(1)}// {'x' * 131_072}", "at most 131072"),
+    ],
+)
+def test_a_grammar_has_a_greatest_size_which_its_refusal_names(grammar, limit):
+    if limit is None:
+        check_constraint(Constraint(grammar))
+        return
+    with pytest.raises(SamplingError, match=limit) as caught:
+        check_constraint(Constraint(grammar, "tools"))
+    assert caught.value.param == "tools"
+    assert len(str(caught.value)) < 200
+
+
+def test_what_compiles_can_be_followed(random_dir):
+    """The rows of a parser grow with the number of properties that may come next."""
+    vocabulary = load_vocabulary(random_dir, 320)
+    constraints = Constraints(random_dir, 320)
+    constraints.add(constrained("a", properties(1000)))
+    matcher = constraints.get("a")
+    for token_id in vocabulary.tokenize_str('{"p999": "x"'):
+        assert matcher.mask(()).allows(token_id)
+        matcher.advance([token_id])
+    assert matcher.mask(()) is not None
+    assert not matcher.has_failed
+
+
+def test_refusals_are_remembered_without_the_grammars():
+    refusals = Refusals(2)
+    for count in (1, 2, 3000, 3):
+        assert bool(refusals.of(properties(count))) == (count == 3000)
+    assert sum(map(len, refusals._known)) == 2 * 32
+
+
+def test_a_grammar_whose_first_mask_fails_is_refused(random_dir, monkeypatch):
+    monkeypatch.setattr("engine.constraint.grammar_limits", lambda: LLParserLimits(step_max_items=1))
+    constraints = Constraints(random_dir, 320)
+    with pytest.raises(SamplingError, match="cannot be applied"):
+        constraints.add(constrained("a", properties(400)))
+    assert len(constraints) == 0
 
 
 def test_a_constraint_needs_an_end():
