@@ -72,19 +72,22 @@ class Child:
             preexec_fn=_end_with_parent,
         )
 
-    async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group once the drain time is over."""
+    async def stop(self, hurried: asyncio.Event) -> None:
+        """SIGTERM, then SIGKILL to the whole group once the drain time is over or somebody is in a hurry."""
         if self.process is None:
             return
         if self.process.returncode is None:
             self.process.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), self.drain_s + KILL_AFTER_S)
+            endings = [asyncio.ensure_future(each) for each in (self.process.wait(), hurried.wait())]
+            limit_s = self.drain_s + KILL_AFTER_S
+            await asyncio.wait(endings, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            for ending in endings:
+                ending.cancel()
         self.kill_group()
         await self.process.wait()
 
     def kill_group(self) -> None:
-        """Ends what a dead child may have left running."""
+        """Ends what a dead child may have left in its group; the engine, in a session of its own, ends by itself."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -114,10 +117,8 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
     """Both programs with the flags that belong to them, sharing secrets that nobody else knows."""
     server, router = settings["server"], settings["router"]
     flags = split_flags(SECTIONS, argv)
-    shared = secrets.token_urlsafe(32)
-    server_env, router_env = {}, {}
-    if server.gateway_secret is None and router.gateway_secret is None:
-        server_env["LONGLANE_SERVER_GATEWAY_SECRET"] = router_env["LONGLANE_ROUTER_GATEWAY_SECRET"] = shared
+    secret = _gateway_secret(server, router)
+    server_env, router_env = {"LONGLANE_SERVER_GATEWAY_SECRET": secret}, {"LONGLANE_ROUTER_GATEWAY_SECRET": secret}
     if not router.upstreams:
         router_env["LONGLANE_ROUTER_LONG_URL"] = _url(server.host, server.port)
     if router.keys_file is not None and server.keys_file is None and router.long_key is None:
@@ -133,22 +134,34 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
     ]
 
 
+def _gateway_secret(server: ServerConfig, router: RouterConfig) -> str:
+    """The one that either is given, else a new one."""
+    given = {one.get_secret_value() for one in (server.gateway_secret, router.gateway_secret) if one is not None}
+    if len(given) > 1:
+        raise StackError("server and router have different values of gateway_secret: give both the same one, or none")
+    return given.pop() if given else secrets.token_urlsafe(32)
+
+
 async def _run(settings: Mapping[str, Any], children: Sequence[Child]) -> int:
-    stopped = asyncio.Event()
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (hurried if stopped.is_set() else stopped).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     work = asyncio.ensure_future(_bring_up(settings, children))
     waiting = asyncio.ensure_future(stopped.wait())
     try:
         await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             work.result()
-        say("stopping")
+        say(f"stopping; what runs has {max(child.drain_s for child in children):g} s to end, or Ctrl-C once more")
     finally:
         for task in (work, waiting):
             task.cancel()
         await asyncio.gather(work, waiting, return_exceptions=True)
-        await asyncio.gather(*(child.stop() for child in reversed(children)))
+        await asyncio.gather(*(child.stop(hurried) for child in reversed(children)))
     say("stopped")
     return 0
 

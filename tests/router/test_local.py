@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -244,3 +245,18 @@ def test_keys_guard_both_ports(checkpoint, tmp_path):
         assert httpx.post(direct, json=body, headers=headers).status_code == 401
     finally:
         assert running.end(signal.SIGTERM) == 0
+
+
+def test_a_second_ctrl_c_waits_for_no_stream(checkpoint):
+    running = Stack(*scripted(checkpoint))
+    eventually(running.is_up, 40)
+    model = httpx.get(f"{running.url}/v1/models").json()["data"][0]["id"]
+    body = ask("slow", model) | {"stream": True}
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=body) as response:
+        events = response.iter_raw()
+        next(events)
+        running.popen.send_signal(signal.SIGINT)
+        eventually(lambda: "Ctrl-C once more" in running.text)
+        started = time.monotonic()
+        assert running.end() == 0
+        assert time.monotonic() - started < 2
