@@ -47,15 +47,15 @@ async def serve(gateway: Gateway, reloader: Reloader, listener: socket.socket, a
         http_server(gateway.config, admin_app(gateway, reloader), "off"),
     ]
 
-    def stop() -> None:
+    def stop(number: int) -> None:
         for server in servers:
-            # a second signal does not wait for the drain
-            server.force_exit = server.should_exit
+            # a second Ctrl-C does not wait for the drain; a second SIGTERM may only be the echo of a parent's death
+            server.force_exit = server.should_exit and number == signal.SIGINT
             server.should_exit = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reloader.reload)
     looking = beside(reloader.run())
     _log.info("gateway on %s, admin on %s", address(listener), address(admin_listener))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -105,7 +106,10 @@ def test_vllm_address_makes_a_short_lane(process, upstream):
     assert not any("falls back" in line["message"] for line in running.logged())
 
 
-def test_sigterm_lets_a_stream_finish(process, upstream):
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_lets_a_stream_finish(process, upstream, times):
+    """A parent that dies sends it again for each of its threads."""
+
     async def answer(received, connection):
         await connection.stream(b"data: 1\n\n", b"data: [DONE]\n\n", pause_s=1.0)
 
@@ -114,7 +118,9 @@ def test_sigterm_lets_a_stream_finish(process, upstream):
     with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY) as response:
         events = response.iter_raw()
         next(events)
-        running.popen.send_signal(signal.SIGTERM)
+        for _ in range(times):
+            running.popen.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
         assert b"".join(events) == b"data: [DONE]\n\n"
     assert running.popen.wait(timeout=10) == 0
 
