@@ -34,6 +34,23 @@ class StoredTensor:
         return self.bits < 16
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """size in bytes"""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Files and tensors by name; every tensor's file is among the files, and those lie in the artifact's directory."""
+
+    recipe: str
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+
+
 def is_artifact(directory: Path) -> bool:
     return (directory / MANIFEST_FILE).exists()
 
@@ -51,12 +68,12 @@ class Artifact:
         self._files: dict[str, Any] = {}
         self._manifest = read_manifest(directory)
         self.config: ModelConfig = read_config(directory)
-        self.tensors = {name: StoredTensor(**entry) for name, entry in self._manifest["tensors"].items()}
+        self.tensors = self._manifest.tensors
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for name, entry in self._manifest["files"].items():
-                self._files[name] = stack.enter_context(_open(self._dir / name, entry["bytes"], self._device))
+            for name, entry in self._manifest.files.items():
+                self._files[name] = stack.enter_context(_open(self._dir / name, entry.size, self._device))
             self._stack = stack.pop_all()
         return self
 
@@ -66,7 +83,7 @@ class Artifact:
 
     @property
     def recipe(self) -> str:
-        return self._manifest["recipe"]
+        return self._manifest.recipe
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -81,8 +98,8 @@ class Artifact:
 
     def check_hashes(self) -> None:
         """Reads every byte. raises  CheckpointError naming the file that changed since it was written"""
-        for name, entry in self._manifest["files"].items():
-            if sha256_of(self._dir / name) != entry["sha256"]:
+        for name, entry in self._manifest.files.items():
+            if sha256_of(self._dir / name) != entry.sha256:
                 raise CheckpointError(f"{self._dir / name} is damaged: its hash is not the one in {MANIFEST_FILE}")
 
     def _fetch(self, file: str, name: str) -> torch.Tensor:
@@ -92,8 +109,8 @@ class Artifact:
             raise CheckpointError(f"tensor {name} of {file} cannot be read: {error}") from error
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """raises  CheckpointError when the directory is no artifact or one of another format"""
+def read_manifest(directory: Path) -> Manifest:
+    """raises  CheckpointError when the directory is no artifact, one of another format, or names files elsewhere"""
     manifest = read_json(directory / MANIFEST_FILE)
     if manifest.get("format") != "longlane":
         raise CheckpointError(f"{directory / MANIFEST_FILE} is no manifest of an artifact")
@@ -103,7 +120,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
                 f"{directory / MANIFEST_FILE}: {field} is {manifest.get(field)!r}, this version reads {expected!r}: "
                 "convert the checkpoint again"
             )
-    return manifest
+    try:
+        return _parsed(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / MANIFEST_FILE} is incomplete ({error}): convert the checkpoint again"
+        ) from error
+
+
+def _parsed(manifest: dict[str, Any]) -> Manifest:
+    files = {name: StoredFile(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    tensors = {name: StoredTensor(**entry) for name, entry in manifest["tensors"].items()}
+    for name in files:
+        if name in ("", "..") or Path(name).name != name:
+            raise CheckpointError(f"{MANIFEST_FILE}: file {name!r} must be one of this directory")
+    for name, tensor in tensors.items():
+        if tensor.file not in files:
+            raise CheckpointError(f"{MANIFEST_FILE}: the file of {name}, {tensor.file!r}, is none of its files")
+    return Manifest(manifest["recipe"], files, tensors)
 
 
 def sha256_of(path: Path) -> str:

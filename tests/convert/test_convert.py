@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.convert.convert import PROGRESS_FILE, convert
 from engine.convert.source import DirectoryShards
 from engine.errors import CheckpointError
-from engine.models.artifact import MANIFEST_FILE, Artifact
+from engine.models.artifact import MANIFEST_FILE, Artifact, read_manifest
 from engine.models.weights import load_model
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
 from tests.engine.checkpoints import DENSE, MOE, Geometry, write_checkpoint
@@ -253,6 +253,43 @@ def test_artifacts_are_no_sources_and_are_not_overwritten(sources, artifact_dir,
         convert(artifact_dir, tmp_path, "w4")
     with pytest.raises(CheckpointError, match="is an artifact already"):
         convert(sources["moe"], artifact_dir, "w4")
+
+
+def without(*keys):
+    def change(manifest):
+        for key in keys[:-1]:
+            manifest = next(iter(manifest[key].values())) if key in ("files", "tensors") else manifest[key]
+        del manifest[keys[-1]]
+
+    return change
+
+
+def elsewhere(name):
+    def change(manifest):
+        manifest["files"][name] = manifest["files"].pop(min(manifest["files"]))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (without("recipe"), "incomplete .'recipe'"),
+        (without("files"), "incomplete .'files'"),
+        (without("files", "sha256"), "incomplete .'sha256'"),
+        (without("tensors", "bits"), "incomplete .*bits"),
+        (elsewhere("../a.safetensors"), "must be one of this directory"),
+        (elsewhere("/etc/passwd"), "must be one of this directory"),
+        (elsewhere(".."), "must be one of this directory"),
+        (elsewhere("other.safetensors"), "is none of its files"),
+    ],
+)
+def test_a_manifest_is_checked_before_anything_is_opened(change, named, artifact_dir, tmp_path):
+    manifest = json.loads((artifact_dir / MANIFEST_FILE).read_text())
+    change(manifest)
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=named):
+        read_manifest(tmp_path)
 
 
 def test_damaged_artifacts_are_refused(artifact_dir, tmp_path):
