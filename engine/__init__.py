@@ -25,8 +25,10 @@ from engine.request import (
     TokenEvent,
     TokenLogprob,
 )
+from engine.validation import MAX_LOGIT_BIASES
 
 __all__ = [
+    "MAX_LOGIT_BIASES",
     "CapacityError",
     "CheckpointError",
     "Constraint",

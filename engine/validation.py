@@ -8,6 +8,9 @@ from engine.errors import ContextLengthError, RequestError, SamplingError
 from engine.request import Constraint, EngineInfo, Request, SamplingParams
 
 MAX_LOGPROBS = 20
+# each is looked through for every token, and for every request before it is queued
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
 
 # field -> lowest and highest value; both are allowed
 RANGES: dict[str, tuple[float, float]] = {
@@ -37,6 +40,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise SamplingError("repetition_penalty", f"must be above 0 and at most 10, got {params.repetition_penalty}")
     _check_counts(params)
     _check_logit_bias(params, vocab_size)
+    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise SamplingError("stop_token_ids", f"must lie between 0 and {vocab_size - 1}, got {token_id}")
@@ -61,6 +65,11 @@ def _check_range(name: str, value: float) -> None:
         raise SamplingError(name, f"must lie between {low:g} and {high:g}, got {value}")
 
 
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise SamplingError(name, f"may have at most {most} entries, got {count}")
+
+
 def _check_counts(params: SamplingParams) -> None:
     if params.max_tokens < 1:
         raise SamplingError("max_tokens", f"must be at least 1, got {params.max_tokens}")
@@ -75,6 +84,7 @@ def _check_counts(params: SamplingParams) -> None:
 
 
 def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
+    _check_count("logit_bias", len(params.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in params.logit_bias.items():
         if not 0 <= token_id < vocab_size:
             raise SamplingError("logit_bias", f"token ids must lie between 0 and {vocab_size - 1}, got {token_id}")

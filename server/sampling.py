@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import SamplingParams
+from engine import MAX_LOGIT_BIASES, SamplingParams
 from server.checkpoint import SamplingDefaults
 from server.errors import BadRequestError, PromptTooLongError
 from server.model import ServedModel
@@ -54,6 +54,10 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
     found: dict[int, float] = {}
+    if len(bias or ()) > MAX_LOGIT_BIASES:
+        raise BadRequestError(
+            f"logit_bias: {len(bias)} entries; at most {MAX_LOGIT_BIASES} are allowed.", param="logit_bias"
+        )
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
             raise BadRequestError(f"logit_bias: {key!r} is no token id below {vocab_size}.", param="logit_bias")

@@ -40,6 +40,8 @@ def test_neutral_and_extreme_values_pass():
         ("logit_bias", {50: 1.0}, "between 0 and 49"),
         ("logit_bias", {1: 101.0}, "between -100 and 100"),
         ("stop_token_ids", (50,), "between 0 and 49"),
+        ("stop_token_ids", (1,) * 65, "at most 64 entries, got 65"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "at most 1024 entries, got 1025"),
     ],
 )
 def test_error_names_the_parameter_and_its_range(param, value, says):

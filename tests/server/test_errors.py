@@ -90,6 +90,7 @@ def test_duplicate_keys_take_the_last(live):
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"seed": 1 << 70}, "seed"),
         ({"seed": "x"}, "seed"),
