@@ -40,7 +40,7 @@ class SamplingParams:
     """How tokens are chosen. Neutral values mean off; the server fills in a checkpoint's own defaults.
 
     max_tokens          at most this many output tokens
-    temperature         0 is greedy
+    temperature         0 is greedy, and so is what lies below 1e-5
     top_k               0 is off
     logprobs            None: none; n: the chosen token's and the n most likely ones', of the distribution before
                         temperature and truncation

@@ -16,6 +16,8 @@ from engine.request import SamplingParams, TokenLogprob
 
 # tokens that are ranked first when top-p stands alone; the whole vocabulary only if their mass does not reach it
 NUCLEUS_LOOK = 512
+# logits divided by less leave the range of fp32, and then id 0 would win every time
+MIN_TEMPERATURE = 1e-5
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
@@ -76,14 +78,14 @@ class Sampler:
             self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """argmax(log p + noise) of each row; argmax(log p) at temperature 0.
+        """argmax(log p + noise) of each row; argmax(log p) below MIN_TEMPERATURE.
 
         logits  [rows, vocab] fp32, -inf where an id may never be chosen; left as they are
         return  [rows] int64
         """
         logits = self._adjust(logits, rows)
         token_ids = logits.argmax(dim=-1)
-        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= MIN_TEMPERATURE]
         if drawn:
             token_ids[drawn] = self._draw(logits[drawn], [rows[index] for index in drawn])
         return token_ids

@@ -45,6 +45,11 @@ def assert_distributed(counts, expected):
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 9e-6, 1e-5])
+def test_a_tiny_temperature_is_greedy(temperature):
+    assert chosen([1.0, 30.0, 30.5, -3.0], params(temperature=temperature), num_seeds=50).tolist() == [0, 0, 50, 0]
+
+
 def softmax(logits):
     return torch.tensor(logits, dtype=torch.float64).softmax(-1)
 
