@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from config import KeyRing, ServerConfig
+from config.loopback import is_loopback
 from server.errors import AuthenticationError, BadRequestError, MediaTypeError, PermissionDeniedError
 
 TENANT_HEADER = "x-longlane-tenant"
 PRIORITY_HEADER = "x-longlane-priority"
 SECRET_HEADER = "x-longlane-gateway-secret"
-LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_PRIORITY = 1_000
 
 
@@ -78,7 +78,7 @@ class AccessControl:
 def _check_local(host: str) -> None:
     """A web page that resolves its own name to this machine sends its own name here."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if name.lower() not in LOCAL_HOSTS:
+    if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
         raise PermissionDeniedError(
             f"Without API keys only local names are served, not {host!r}: use 127.0.0.1 or localhost, or set keys_file."
         )

@@ -72,7 +72,7 @@ def test_without_keys_only_local_names_are_served(live, host):
     assert live.http.get("/v1/models", headers={"host": host}).status_code == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8001", "[::1]:8001", "[::1]"])
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8001", "127.0.0.2:1", "[::1]:8001", "[::1]"])
 def test_local_names(live, host):
     assert live.http.get("/v1/models", headers={"host": host}).status_code == 200
 
