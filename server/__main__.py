@@ -15,7 +15,7 @@ from sse_starlette.sse import AppStatus
 
 from config import ConfigError, EngineConfig, ServerConfig, load_keys
 from config.load import load, usage
-from engine import Engine, EngineClient
+from engine import Engine, EngineClient, resolve_checkpoint
 from server.app import build_app
 from server.auth import AccessControl
 from server.checkpoint import TextFiles, load_text_files
@@ -90,7 +90,7 @@ def make_engine(engine_config: EngineConfig, config: ServerConfig, load: Callabl
         return EngineClient(engine_config)
     return ScriptedEngine(
         config.script,
-        Path(engine_config.model),
+        resolve_checkpoint(engine_config.model),
         max_model_len=engine_config.max_model_len,
         max_num_requests=engine_config.max_num_requests,
         max_queued_requests=engine_config.max_queued_requests,

@@ -71,6 +71,12 @@ def test_one_line_says_what_is_served_and_a_signal_drains(start):
     assert "Traceback" not in process.stderr.read()
 
 
+def test_the_model_that_comes_with_the_project_is_found_by_its_name(start):
+    process = start("--port", "0", "--model", "longlane-tiny")
+    line = process.stdout.readline()
+    assert "serving longlane-tiny on script" in line, process.stderr.read()
+
+
 def test_a_taken_port_is_named_with_the_way_out(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
