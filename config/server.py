@@ -28,7 +28,7 @@ class ServerConfig(Section):
     """TOML file of hashed API keys. Without one the server listens on loopback only and accepts any key."""
 
     gateway_secret: SecretStr | None = None
-    """Shared with the gateway: tenant, priority and deadline headers are trusted only beside it."""
+    """Shared with the gateway: tenant and priority headers are trusted only beside it."""
 
     default_max_tokens: int = Field(default=32_768, ge=1)
     """Output limit of a request that names none, clamped to what fits."""

@@ -20,7 +20,7 @@ class ForwardBatch:
     positions       [rows] int64
     query_starts    [requests + 1] int32   request i owns rows query_starts[i] : query_starts[i + 1]
     context_lens    [requests] int32       tokens in the KV cache once this pass has written its rows
-    block_tables    [requests, blocks] int32, padded with 0
+    block_tables    [requests, blocks] int32; beyond a request's own blocks lie ids that mean nothing
     slot_mapping    [rows] int64           block_id * 64 + offset of each row's KV
     state_slots     [requests] int64       slot of each request's GDN state
     num_accepted    [requests] int32       rows of the previous pass that turned out to be part of the output;

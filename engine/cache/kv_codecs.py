@@ -1,4 +1,4 @@
-"""The codecs of the KV cache: names, what each stores, and the bytes that the planner counts."""
+"""The codecs of the KV cache: names, what each stores, and the bytes of a token."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -13,6 +13,8 @@ import pytest
 from tests.server.live import NAME, events, running
 from tests.server.test_chat import TOOLS, ask
 
+SUCCESS = "vllm:request_success_total"
+
 
 def connect(live, body: dict) -> socket.socket:
     """A raw client that has sent its request."""
@@ -104,14 +106,14 @@ def test_every_choice_of_a_request_stops(live):
 
 def test_a_stop_string_stops_the_generation_too(live):
     aborted = live.engine.stats.num_aborted
+    endings = {reason: live.metric(SUCCESS, finished_reason=reason) for reason in ("stop", "abort", "error")}
     for stream in (False, True):
         answer = live.post(ask("count slowly", stop=["tick tick"], stream=stream))
         assert answer.status_code == 200
     live.wait_until(lambda: is_idle(live), 1.0)
     assert live.engine.stats.num_aborted == aborted + 2
-    assert live.metric("vllm:request_success_total", finished_reason="error") == live.metric(
-        "vllm:request_success_total", finished_reason="error"
-    )
+    endings["stop"] += 2
+    assert endings == {reason: live.metric(SUCCESS, finished_reason=reason) for reason in endings}
 
 
 def test_start_then_abort_leaves_nothing_behind(live):
