@@ -50,7 +50,8 @@ class EngineConfig(Section):
     computed token by token and differ from that by rounding, are then computed again when they come back."""
 
     num_drafts: int = Field(default=3, ge=0, le=7)
-    """Tokens that MTP proposes per step; 0 turns speculation off. Never changes what is generated at temperature 0."""
+    """Tokens that MTP proposes per step; 0 turns speculation off. Changes no distribution, and no token at
+    temperature 0 beyond what the rounding of products of more rows may."""
 
     hang_timeout_s: float = Field(default=300.0, gt=0)
     """The engine process is replaced when one step takes longer than this."""
