@@ -99,8 +99,10 @@ class Gateway:
 
         raises  ConfigError
         """
-        self._discovery.use(config)
         waiting = [name for name in FIXED if getattr(config, name) != getattr(self.config, name)]
+        # as a whole: half of a setting in force would be neither the old one nor the new one
+        config = config.model_copy(update={name: getattr(self.config, name) for name in FIXED})
+        self._discovery.use(config)
         self.config = self._proxy.config = self._health.config = config
         self._use_upstreams(self._discovery.upstreams())
         return waiting
@@ -149,6 +151,14 @@ class Gateway:
             _log.info("no keys are configured: loopback only, any key is accepted")
         else:
             _log.info("keys are read from %s", self.config.keys_file)
+            self._warn_of_one_tenant()
+
+    def _warn_of_one_tenant(self) -> None:
+        if self.config.gateway_secret is None and any(one.upstream.lane == "long" for one in self.workers.values()):
+            _log.warning(
+                "keys_file is set without gateway_secret: the engine's server takes the callers of all keys for one, "
+                "which shares its cache and stored responses and has no priorities; set the same gateway_secret on both"
+            )
 
     async def _serve(self, exchange: Exchange) -> None:
         exchange.extra_headers = origin_headers(exchange.headers, self.config.cors_origins)

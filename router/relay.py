@@ -9,6 +9,7 @@ from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, 
 from router.exchange import Exchange
 from router.guard import guarded
 from router.sse import EventSplitter, EventTooLargeError, StreamScanner
+from router.usage import without_usage_comment
 
 HEARTBEAT = b": heartbeat\n\n"
 
@@ -36,6 +37,9 @@ class Relay:
         self._chunks = chunks
         self._config = config
         self._edit = edit
+        # the engine's server appends it to the marker, though not always within one read
+        self._awaits_usage = edit is without_usage_comment
+        self._held = b""
         self._scanner = StreamScanner(exchange.api)
         exchange.counts = self._scanner.counts
         self._is_waiting = True
@@ -44,6 +48,9 @@ class Relay:
     async def events(self) -> UpstreamError | None:
         """Passes a stream of events; returns the failure that its last event tells of, if any."""
         failure = await self._run(self._pump_events(), self._upstream.heartbeats)
+        if self._held:
+            await self._exchange.finish()
+            await self._taken(self._exchange.send(self._held))
         if self._scanner.is_whole():
             failure = None
         elif failure is None:
@@ -81,12 +88,18 @@ class Relay:
 
     async def _pass_events(self, events: bytes) -> None:
         self._mark(is_waiting=True)
-        if events:
-            self._scanner.note(events)
-            if self._scanner.has_marker:
-                await self._exchange.finish()
-            if kept := self._edit(events) if self._edit else events:
-                await self._send(kept)
+        if not events:
+            return
+        self._scanner.note(events)
+        kept, self._held = self._held + (self._edit(events) if self._edit else events), b""
+        if self._scanner.has_marker:
+            if self._awaits_usage and "prompt" not in self._scanner.counts:
+                # accounts are settled before the client may see the end
+                self._held = kept
+                return
+            await self._exchange.finish()
+        if kept:
+            await self._send(kept)
 
     async def _pump_body(self, held: bytes) -> None:
         await self._send(held)

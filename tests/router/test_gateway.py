@@ -445,10 +445,21 @@ def test_client_that_stops_in_its_body_is_told(gateway, upstream, client):
     assert client.post(running.url + CHAT, json=BODY).status_code == 200
 
 
-def test_usage_comment_of_the_engines_server_is_counted_and_taken_out(gateway, upstream, client, keys_file):
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda comment: [b"data: [DONE]\n\n" + comment],
+        lambda comment: [comment + b"data: [DONE]\n\n"],
+        lambda comment: [b"data: [DONE]\n\n", comment],
+        lambda comment: [comment, b"data: [DONE]\n\n"],
+    ],
+)
+def test_usage_comment_of_the_engines_server_is_counted_and_taken_out(gateway, upstream, client, keys_file, cut):
+    usage = {"prompt_tokens": 900, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 600}}
+    comment = b": usage " + json.dumps(usage).encode() + b"\n\n"
+
     async def answer(received, connection):
-        usage = {"prompt_tokens": 900, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 600}}
-        await connection.stream(b"data: [DONE]\n\n: usage " + json.dumps(usage).encode() + b"\n\n")
+        await connection.stream(*cut(comment), pause_s=0.05)
 
     path, secrets = keys_file(alice={"prompt_tokens_per_minute": 1000})
     long = upstream(answer=answer)
@@ -473,3 +484,18 @@ def test_whole_answer_from_the_cache_is_charged_and_learned_by_its_true_length(g
     second = client.post(running.url + "/v1/messages", json=BODY, headers=headers)
     assert 9800 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 9905
     assert 3.8 < running.app._ratio.bytes_per_token["tiny"] < 4.0
+
+
+def test_end_marker_without_the_usage_comment_arrives(gateway, upstream, client):
+    async def answer(received, connection):
+        await connection.stream(b"data: 1\n\n", b"data: [DONE]\n\n")
+
+    url = gateway(long=upstream(answer=answer), gateway_secret="s").url + CHAT
+    assert client.post(url, json=BODY | {"stream": True}).content == b"data: 1\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("secret", "is_told"), [(None, True), ("s", False)])
+def test_keys_without_a_secret_for_the_engine_are_told(gateway, upstream, keys_file, caplog, secret, is_told):
+    path, _ = keys_file(alice={})
+    gateway(long=upstream(), keys_file=path, gateway_secret=secret)
+    assert ("keys_file is set without gateway_secret" in caplog.text) is is_told

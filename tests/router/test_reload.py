@@ -163,6 +163,14 @@ def test_settings_change_together_or_not_at_all(gateway, upstream, client, threa
     assert app.metrics.reloads.labels("refused")._value.get() == 2
 
 
+def test_what_only_a_restart_changes_stays_as_a_whole_and_is_told_again(gateway, upstream):
+    app = gateway(long=upstream()).app
+    new = app.config.model_copy(update={"request_timeout_s": 1.0, "connect_timeout_s": 2.0, "balance": "round_robin"})
+    for _ in range(2):
+        assert app.apply(new) == ["request_timeout_s", "connect_timeout_s"]
+    assert (app.config.request_timeout_s, app.config.connect_timeout_s, app.config.balance) == (30, 5, "round_robin")
+
+
 def test_same_address_keeps_what_is_known(gateway, upstream, threads):
     long = upstream()
     app = gateway(long=long).app
