@@ -80,7 +80,7 @@ class RouterConfig(Section):
     """Bearer token of the admin port; needed where `admin_host` is not loopback."""
 
     long_url: str = "http://127.0.0.1:8001"
-    """The engine's server; used when `upstreams` is empty."""
+    """The engine's server; used when `upstreams` is empty, and beside `upstreams_file` only where it is set."""
 
     long_key: SecretStr | None = None
     vllm_url: str | None = None
@@ -121,7 +121,7 @@ class RouterConfig(Section):
     """While Redis is away, each gateway limits by its own counts, or refuses what needs a limit."""
 
     gateway_secret: SecretStr | None = None
-    """Sent to the engine's server so that it trusts the tenant header."""
+    """Sent to the engine's server, which without it takes the callers of all keys for one tenant."""
 
     long_prompt_tokens: int = Field(default=8_192, ge=1)
     """Estimated prompt tokens from which a request takes the long lane."""
@@ -195,13 +195,15 @@ class RouterConfig(Section):
         return self
 
     def resolved_upstreams(self) -> tuple[Upstream, ...]:
-        """`upstreams`, or where nothing tells of any, the pair that `long_url` and `vllm_url` stand for."""
-        if self.upstreams or self.upstreams_file:
+        """`upstreams`, else the pair that `long_url` and `vllm_url` stand for; a file needs no `long_url` beside it."""
+        if self.upstreams:
             return self.upstreams
-        long = Upstream(name="engine", url=self.long_url, lane="long", key=self.long_key)
-        if self.vllm_url is None:
-            return (long,)
-        return (long, Upstream(name="vllm", url=self.vllm_url, lane="short", key=self.vllm_key, heartbeats=True))
+        pair = []
+        if self.upstreams_file is None or "long_url" in self.model_fields_set:
+            pair.append(Upstream(name="engine", url=self.long_url, lane="long", key=self.long_key))
+        if self.vllm_url is not None:
+            pair.append(Upstream(name="vllm", url=self.vllm_url, lane="short", key=self.vllm_key, heartbeats=True))
+        return tuple(pair)
 
 
 def read_upstreams(path: Path) -> tuple[Upstream, ...]:

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from config import ConfigError, EngineConfig, RouterConfig, ServerConfig, load, split_flags, usage
 from config.keys import Key, digest, generate, write_keys
+from router.discovery import known_upstreams
 from router.listen import PortError, bind
 
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
@@ -117,6 +119,7 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
     """Both programs with the flags that belong to them, sharing secrets that nobody else knows."""
     server, router = settings["server"], settings["router"]
     flags = split_flags(SECTIONS, argv)
+    _check_reached(server, router)
     secret = _gateway_secret(server, router)
     server_env, router_env = {"LONGLANE_SERVER_GATEWAY_SECRET": secret}, {"LONGLANE_ROUTER_GATEWAY_SECRET": secret}
     if not router.upstreams:
@@ -132,6 +135,14 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
         Child("engine server", ["server", *flags["engine"], *flags["server"]], server_env, server.drain_s),
         Child("gateway", ["router", *flags["router"]], router_env, router.drain_s),
     ]
+
+
+def _check_reached(server: ServerConfig, router: RouterConfig) -> None:
+    if router.upstreams and all(urlsplit(one.url).port != server.port for one in known_upstreams(router)):
+        raise StackError(
+            f"no upstream is at {_url(server.host, server.port)}, so the engine here would get no request: "
+            "add one to [[router.upstreams]], or run `python -m router` alone"
+        )
 
 
 def _gateway_secret(server: ServerConfig, router: RouterConfig) -> str:

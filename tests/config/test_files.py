@@ -27,6 +27,17 @@ def test_presets_hold_real_settings(preset):
     assert any(section != cls() for section, cls in zip(settings.values(), ALL.values(), strict=True))
 
 
+def test_a_ready_gateway_with_keys_keeps_their_callers_apart():
+    for preset in (CONFIG / "presets").glob("*.toml"):
+        router = load(ALL, ["--config", str(preset)], {})["router"]
+        assert router.keys_file is None or router.gateway_secret is not None, preset
+
+
+def test_the_composed_vllm_tells_what_was_cached():
+    compose = yaml.safe_load((CONFIG.parent / "docker-compose.yml").read_text())
+    assert "--enable-prompt-tokens-details" in compose["services"]["vllm"]["command"]
+
+
 class Engine:
     stats = EngineStats()
     state = "ready"

@@ -16,7 +16,10 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from config import RouterConfig, load
 from config.keys import Key, digest, generate, write_keys
+from router.discovery import known_upstreams
+from router.local import SECTIONS, StackError, _children
 from tests.router.live import eventually
 
 TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
@@ -260,3 +263,40 @@ def test_a_second_ctrl_c_waits_for_no_stream(checkpoint):
         started = time.monotonic()
         assert running.end() == 0
         assert time.monotonic() - started < 2
+
+
+def children(folder, *flags):
+    return _children(load(SECTIONS, flags, {}), flags, folder)
+
+
+SERVER_SECRET, ROUTER_SECRET = "LONGLANE_SERVER_GATEWAY_SECRET", "LONGLANE_ROUTER_GATEWAY_SECRET"
+
+
+@pytest.mark.parametrize("flags", [(), ("--server-gateway-secret=s",), ("--router-gateway-secret=s",)])
+def test_both_programs_share_one_secret(tmp_path, flags):
+    server, gateway = (child.environment for child in children(tmp_path, *flags))
+    assert server[SERVER_SECRET] == gateway[ROUTER_SECRET]
+    assert len(server[SERVER_SECRET]) >= 32 if not flags else server[SERVER_SECRET] == "s"
+
+
+def test_different_secrets_are_told(tmp_path):
+    with pytest.raises(StackError, match="different values of gateway_secret"):
+        children(tmp_path, "--server-gateway-secret=a", "--router-gateway-secret=b")
+
+
+def test_the_local_engine_stands_beside_a_file_of_upstreams(tmp_path):
+    file = tmp_path / "upstreams.toml"
+    file.write_text('[[upstreams]]\nname = "v"\nurl = "http://v:8100"\nlane = "short"\n')
+    gateway = children(tmp_path, f"--upstreams-file={file}")[1]
+    config = load({"router": RouterConfig}, gateway.arguments[1:], gateway.environment)["router"]
+    assert [one.name for one in known_upstreams(config)] == ["engine", "v"]
+
+
+def test_upstreams_that_leave_the_local_engine_out_are_told(tmp_path):
+    file = tmp_path / "longlane.toml"
+    table = '[[router.upstreams]]\nname = "v"\nlane = "short"\nurl = "http://v:{}"\n'
+    file.write_text(table.format(8100))
+    with pytest.raises(StackError, match=r"no upstream is at http://127.0.0.1:8001.*\[\[router.upstreams\]\]"):
+        children(tmp_path, f"--config={file}")
+    file.write_text(table.format(8001))
+    assert len(children(tmp_path, f"--config={file}")) == 2
