@@ -82,10 +82,11 @@ if ARGV[6] ~= '' then redis.call('SET', KEYS[3], ARGV[6], 'EX', 86400) end
 """
 )
 
+# XX: a place that was given back meanwhile stays given back
 _RENEW = """
 local time = redis.call('TIME')
 for _, lease in ipairs(ARGV) do
-  redis.call('ZADD', KEYS[1], string.format('%.17g', time[1] + LEASE_S), lease)
+  redis.call('ZADD', KEYS[1], 'XX', string.format('%.17g', time[1] + LEASE_S), lease)
 end
 redis.call('EXPIRE', KEYS[1], 10 * LEASE_S)
 """.replace("LEASE_S", f"{LEASE_S:.0f}")

@@ -237,6 +237,24 @@ def test_places_of_a_gateway_that_died_expire_unless_renewed(redis):
 
 
 @pytest.mark.real
+def test_renewal_brings_no_place_back_that_was_given_back(redis):
+    async def run():
+        one = key(concurrent_requests=1)
+        ledger = RedisLedger(redis.url)
+        try:
+            grant = await ledger.admit(one, 1, None)
+            await ledger.settle(grant, None, False)
+            # as in a renewal that was on its way meanwhile
+            ledger._leases[one.name].add(grant.lease)
+            await ledger.renew()
+            await ledger.admit(one, 1, None)
+        finally:
+            await ledger.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.real
 def test_redis_goes_and_comes_back(tmp_path, gateway, upstream, client, key_file, caplog):
     redis = RedisServer(tmp_path)
     path, headers = key_file(requests_per_minute=2)
