@@ -98,16 +98,6 @@ class ModelConfig:
         """Width of query|key|value of Gated DeltaNet, which passes the convolution."""
         return (2 * self.linear_num_key_heads + self.linear_num_value_heads) * GDN_HEAD_DIM
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache keeps for one token, in all layers."""
-        return self.num_kv_layers * 2 * self.num_key_value_heads * HEAD_DIM
-
-    @property
-    def state_values_per_request(self) -> int:
-        """Numbers in the committed Gated DeltaNet state of one request, in all layers."""
-        return self.num_gdn_layers * self.linear_num_value_heads * GDN_HEAD_DIM**2
-
 
 PROFILES = {
     "Qwen3.6-35B-A3B": ModelConfig(

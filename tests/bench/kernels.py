@@ -38,6 +38,7 @@ from engine.ops.quantized_experts import (  # noqa: E402
 )
 from engine.ops.quantized_linear import quantized_linear_reference, quantized_linear_triton  # noqa: E402
 from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
+from engine.ops.rms_norm import rms_norm  # noqa: E402
 
 DEVICE = "cuda"
 # more than twice the largest L2 cache, so that every pass reads from memory
@@ -118,19 +119,10 @@ def check_quantize_rows():
     found = {}
     for columns in (2048, 5120):
         x = torch.randn(4, columns, device=DEVICE).bfloat16()
-        norm = torch.rand(columns, device=DEVICE) + 0.5
         wide = torch.randn(4, 2 * columns, device=DEVICE).bfloat16()
         pairs = {
             "plain": (quantize_rows_triton(x), quantize_rows_reference(x)),
-            "rms_norm": (
-                rows_ops.quantize_rms_norm_triton(x, norm, 1e-6),
-                rows_ops.quantize_rms_norm_reference(x, norm, 1e-6),
-            ),
             "silu_mul": (rows_ops.quantize_silu_mul_triton(wide), rows_ops.quantize_silu_mul_reference(wide)),
-            "sigmoid_mul": (
-                rows_ops.quantize_sigmoid_mul_triton(wide[:, :columns], wide[:, columns:]),
-                rows_ops.quantize_sigmoid_mul_reference(wide[:, :columns], wide[:, columns:]),
-            ),
         }
         for name, (actual, expected) in pairs.items():
             scale = ((actual.scales - expected.scales).abs() / expected.scales.clamp(min=1e-30)).max().item()
@@ -274,10 +266,8 @@ def time_quantize():
     for columns, rows in itertools.product((2048, 5120), (1, 8)):
         x = torch.randn(rows, columns, device=DEVICE).bfloat16()
         wide = torch.randn(rows, 2 * columns, device=DEVICE).bfloat16()
-        norm = torch.rand(columns, device=DEVICE)
         works = {
             "plain": lambda x=x: quantize_rows_triton(x),
-            "rms_norm": lambda x=x, norm=norm: rows_ops.quantize_rms_norm_triton(x, norm, 1e-6),
             "silu_mul": lambda wide=wide: rows_ops.quantize_silu_mul_triton(wide),
         }
         for name, work in works.items():
@@ -344,7 +334,7 @@ class Token:
         return run
 
     def _normed(self, x):
-        return rows_ops.quantize_rms_norm_triton(x, self.norm, 1e-6)
+        return quantize_rows_triton(rms_norm(x, self.norm, 1e-6))
 
     def _run_layer(self, x, layer, choice, is_early):
         wide = quantized_linear_triton(self._normed(x), layer["projection"], torch.bfloat16)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.ops.quantize_rows import quantize_rms_norm_kernel, quantize_rows_kernel
+from engine.ops.quantize_rows import quantize_rows_kernel
 from engine.ops.quantized_dot import num_iterations, num_segments
 from engine.ops.quantized_experts import experts_down_kernel, experts_swiglu_kernel
 from engine.ops.quantized_linear import linear_few_rows_kernel, linear_rows_kernel
@@ -101,5 +101,4 @@ def test_experts(capability):
 
 
 def test_quantize_rows(capability):
-    check(quantize_rms_norm_kernel, capability, ROWS_POINTERS, {"BLOCK": 128}, 8)
-    check(quantize_rows_kernel, capability, ROWS_POINTERS, {"BLOCK": 8, "OPERATION": 1}, 4)
+    check(quantize_rows_kernel, capability, ROWS_POINTERS, {"BLOCK": 8, "IS_SWIGLU": True}, 4)

@@ -8,9 +8,7 @@ from tests.ops.conftest import assert_matches
 from tests.ops.kernels import both
 
 PLAIN = both(op.quantize_rows_reference, op.quantize_rows_triton)
-NORM = both(op.quantize_rms_norm_reference, op.quantize_rms_norm_triton)
 SILU = both(op.quantize_silu_mul_reference, op.quantize_silu_mul_triton)
-SIGMOID = both(op.quantize_sigmoid_mul_reference, op.quantize_sigmoid_mul_triton)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
@@ -45,39 +43,12 @@ def test_by_hand(implementation, device):
     assert rows.scales.tolist() == [[2.0, 0.0]] and rows.sums.tolist() == [[131, 0]]
 
 
-@pytest.mark.parametrize("implementation", NORM)
-@DTYPES
-@pytest.mark.parametrize("rows, columns", [(1, 64), (2, 320)])
-def test_rms_norm(implementation, dtype, rows, columns, device):
-    x = torch.randn(rows, columns, dtype=dtype, device=device)
-    weight = torch.rand(columns, device=device) + 0.5
-    wide = x.double()
-    assert_rounds(
-        implementation(x, weight, 1e-6), wide * weight * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    )
-
-
-@pytest.mark.parametrize("implementation", NORM)
-def test_rms_norm_of_zeros(implementation, device):
-    rows = implementation(torch.zeros(1, 64, device=device), torch.ones(64, device=device), 1e-6)
-    assert not rows.values.any() and not rows.scales.any()
-
-
 @pytest.mark.parametrize("implementation", SILU)
 @DTYPES
 def test_silu_mul(implementation, dtype, device):
     x = torch.randn(2, 384, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, dim=-1)
     assert_rounds(implementation(x), torch.nn.functional.silu(gate) * up)
-
-
-@pytest.mark.parametrize("implementation", SIGMOID)
-@DTYPES
-def test_sigmoid_mul(implementation, dtype, device):
-    both = torch.randn(2, 256, dtype=dtype, device=device)
-    # slices of one projection: rows do not lie side by side
-    x, gate = both[:, :128], both[:, 128:]
-    assert_rounds(implementation(x, gate), x.double() * torch.sigmoid(gate.double()))
 
 
 @pytest.mark.parametrize("implementation", PLAIN)
