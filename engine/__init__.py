@@ -25,10 +25,12 @@ from engine.request import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.validation import MAX_LOGIT_BIASES
+from engine.validation import LOGIT_BIAS_RANGE, MAX_LOGIT_BIASES, SAMPLING_RANGES
 
 __all__ = [
+    "LOGIT_BIAS_RANGE",
     "MAX_LOGIT_BIASES",
+    "SAMPLING_RANGES",
     "CapacityError",
     "CheckpointError",
     "Constraint",

@@ -13,14 +13,16 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 
 # field -> lowest and highest value; both are allowed
-RANGES: dict[str, tuple[float, float]] = {
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "logit_bias": (-100.0, 100.0),
+    # less takes logits out of the range of fp32
+    "repetition_penalty": (0.01, 10.0),
 }
+LOGIT_BIAS_RANGE = (-100.0, 100.0)
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -34,10 +36,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """raises  SamplingError that names the parameter and the values it may have"""
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
-        _check_range(name, getattr(params, name))
-    if not 0 < params.repetition_penalty <= 10:
-        raise SamplingError("repetition_penalty", f"must be above 0 and at most 10, got {params.repetition_penalty}")
+    for name, allowed in SAMPLING_RANGES.items():
+        _check_range(name, getattr(params, name), allowed)
     _check_counts(params)
     _check_logit_bias(params, vocab_size)
     _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -59,8 +59,8 @@ def _check_constraint(constraint: Constraint, stop_token_ids: Sequence[int], voc
             raise SamplingError(constraint.param, f"ends with ids that do not lie between 0 and {vocab_size - 1}")
 
 
-def _check_range(name: str, value: float) -> None:
-    low, high = RANGES[name]
+def _check_range(name: str, value: float, allowed: tuple[float, float]) -> None:
+    low, high = allowed
     if not (math.isfinite(value) and low <= value <= high):
         raise SamplingError(name, f"must lie between {low:g} and {high:g}, got {value}")
 
@@ -88,7 +88,7 @@ def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
     for token_id, bias in params.logit_bias.items():
         if not 0 <= token_id < vocab_size:
             raise SamplingError("logit_bias", f"token ids must lie between 0 and {vocab_size - 1}, got {token_id}")
-        _check_range("logit_bias", bias)
+        _check_range("logit_bias", bias, LOGIT_BIAS_RANGE)
 
 
 def _check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import MAX_LOGIT_BIASES, SamplingParams
+from engine import LOGIT_BIAS_RANGE, MAX_LOGIT_BIASES, SAMPLING_RANGES, SamplingParams
 from server.checkpoint import SamplingDefaults
 from server.errors import BadRequestError, PromptTooLongError
 from server.model import ServedModel
@@ -15,14 +15,10 @@ MAX_CHOICES = 16
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 # name -> lowest and highest value
-RANGES = {
+RANGES = SAMPLING_RANGES | {
+    # the API's own, narrower than the engine's
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
     "top_k": (-1, 1_000_000),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 10.0),
     "seed": (-(2**63), 2**64 - 1),
     "n": (1, MAX_CHOICES),
     "min_tokens": (0, 1_000_000),
@@ -54,6 +50,7 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
     found: dict[int, float] = {}
+    low, high = LOGIT_BIAS_RANGE
     if len(bias or ()) > MAX_LOGIT_BIASES:
         raise BadRequestError(
             f"logit_bias: {len(bias)} entries; at most {MAX_LOGIT_BIASES} are allowed.", param="logit_bias"
@@ -61,8 +58,8 @@ def logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, f
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
             raise BadRequestError(f"logit_bias: {key!r} is no token id below {vocab_size}.", param="logit_bias")
-        if not -100 <= value <= 100:
-            raise BadRequestError(f"logit_bias: {value} is not between -100 and 100.", param="logit_bias")
+        if not low <= value <= high:
+            raise BadRequestError(f"logit_bias: {value} is not between {low:g} and {high:g}.", param="logit_bias")
         found[int(key)] = value
     return found
 
