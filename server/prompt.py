@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"function": "tool"}
+# the key of arguments that are no JSON object
+RAW = "_raw"
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 # OpenAI's words for effort -> the template's
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"}
@@ -84,6 +86,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     Later system messages become user turns where they stand, so that what comes before them stays cached.
     """
     turns = [_turn(message, index) for index, message in enumerate(messages)]
+    _log_bad_arguments(turns)
     head = next((index for index, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
     system = "\n\n".join(turn["content"] for turn in turns[:head])
     rest = [turn | {"role": "user"} if turn["role"] == "system" else turn for turn in turns[head:]]
@@ -141,5 +144,11 @@ def arguments(value: Any) -> dict[str, Any]:
         parsed = None
     if isinstance(parsed, dict):
         return parsed
-    logger.warning("a tool call in the history has arguments that are no JSON object")
-    return {"_raw": value}
+    return {RAW: value}
+
+
+def _log_bad_arguments(turns: Sequence[Mapping[str, Any]]) -> None:
+    """One line for a request, however many calls of its history are bad."""
+    calls = (call["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
+    if count := sum(found.keys() == {RAW} for found in calls):
+        logger.warning("%d tool calls in the history have arguments that are no JSON object", count)

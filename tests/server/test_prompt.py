@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from server.errors import BadRequestError, PromptTooLongError
 from server.prompt import PromptBuilder, arguments, conversation
-from server.protocol import ChatMessage
+from server.protocol import ChatMessage, FunctionCall, ToolCall
 from server.tokens import TextEncoder, TooManyTokensError, cut
 
 IM_START, IM_END, THINK, END_THINK = 248045, 248046, 248068, 248069
@@ -256,6 +256,12 @@ def test_the_template_cannot_leave_its_sandbox(family):
         builder.chat(messages({"role": "user", "content": "hi"}), [], {})
 
 
+def test_bad_arguments_are_logged_once_for_a_request(caplog):
+    calls = [ToolCall(FunctionCall("ls", "{")), ToolCall(FunctionCall("ls", "[1]")), ToolCall(FunctionCall("ls", "{}"))]
+    conversation([ChatMessage("user", "hi"), *[ChatMessage("assistant", tool_calls=calls)] * 20])
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["40"]
+
+
 def test_too_long_is_told_without_tokenising_it_all(build):
     with pytest.raises(PromptTooLongError) as caught:
         build([{"role": "user", "content": "a b c " * 100}], max_model_len=64)
@@ -266,11 +272,32 @@ def test_too_long_is_told_without_tokenising_it_all(build):
 
 
 WORDS = st.sampled_from(
-    ["word", "x", "9", "日本", "\u0301", "'s", "don't", " ", "\n", "\r\n", "\t", ".", "...", "é", "<", "\u00a0"]
+    [
+        *("word", "x", "9", "日本", "\u0301", "'s", "don't", " ", "\n", "\r\n", "\t", ".", "...", "é", "<", "\u00a0"),
+        *(
+            "か",
+            "\u3099",
+            "カ",
+            "가",
+            "\u11a8",
+            "。",
+            "、",
+            "\uff08",
+            "\uff0c",
+            "\u0338",
+            "(",
+            "_",
+            "-",
+            "/",
+            "\u0e01",
+            "\u0e48",
+            '"',
+        ),
+    ]
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(words=st.lists(WORDS, max_size=80))
 def test_pieces_have_the_ids_of_the_whole(files, words):
     text = "".join(words)
@@ -282,7 +309,7 @@ def test_pieces_have_the_ids_of_the_whole(files, words):
 
 
 def test_remembered_pieces_give_the_same_ids(files):
-    encoder = TextEncoder(files.vocabulary, max_cached_chars=4000)
+    encoder = TextEncoder(files.vocabulary, max_cached_bytes=8000)
     texts = [f"turn {number} " * 80 for number in range(12)]
     first = [encoder.encode_text(text, 10_000) for text in texts]
     assert [encoder.encode_text(text, 10_000) for text in texts] == first
