@@ -7,6 +7,8 @@ import msgspec
 
 from server.errors import BadRequestError
 
+# more than any client's request has
+MAX_FIELDS = 1024
 # known, and without effect on the answer; every other unknown field is ignored and counted too
 HARMLESS = frozenset(
     {
@@ -174,6 +176,8 @@ def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
 
 
 def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body]) -> list[str]:
+    if len(fields) > MAX_FIELDS:
+        raise BadRequestError(f"The body has {len(fields)} fields; send no more than {MAX_FIELDS}.")
     known = set(kind.__struct_fields__)
     given = [name for name, value in fields.items() if name not in known and bytes(value) != b"null"]
     for name in given:
