@@ -233,9 +233,11 @@ def test_what_no_upstream_can_be_asked_is_the_clients_fault(gateway, upstream, c
     response = client.post(running.url + CHAT + "?" + "x" * 60_000, json=BODY)
     assert response.status_code == 200
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
-        head = f"POST {CHAT}?{'x' * 65_505} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        connection.sendall(f"{head}content-length: 16\r\n\r\n".encode() + b'{"model":"tiny"}')
-        answer = connection.recv(10_000)
+        connection.settimeout(10)
+        head = f"POST {CHAT}?{'x' * 65_505} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += "content-type: application/json\r\ncontent-length: 16\r\n\r\n"
+        connection.sendall(head.encode() + b'{"model":"tiny"}')
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
     assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
     assert running.app.workers["engine"].obstacle(time.monotonic()) is None
 
