@@ -6,9 +6,10 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from config import Key, RouterConfig, Upstream
+from config import Key, Lane, RouterConfig, Upstream
 from router import lane, route
 from router.ask import Ask, read_ask, text_bytes
 from router.auth import ANYONE, Auth
@@ -27,7 +28,7 @@ from router.errors import (
 from router.exchange import Exchange
 from router.guard import beside, guarded
 from router.health import HealthChecks
-from router.lane import Decision, LaneMemory, TokenRatio, Wish
+from router.lane import Decision, LaneMemory, ResponseMemory, TokenRatio, Wish
 from router.limits import Limits
 from router.metrics import Metrics
 from router.models import allowed_lanes, list_models
@@ -78,10 +79,13 @@ class Gateway:
         self._open = OpenRequests()
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
+        self._responses = ResponseMemory()
         self._limits = Limits(config, self.metrics)
         self._transport = Transport(config)
         self._health = HealthChecks(config, self._transport, self.metrics)
-        self._proxy = Proxy(config, self.workers, self._transport, self.metrics, self._memory, self._ratio)
+        self._proxy = Proxy(
+            config, self.workers, self._transport, self.metrics, self._memory, self._ratio, self._responses
+        )
         self._discovery = Discovery(config)
         self._replace_workers(self._discovery.upstreams())
 
@@ -258,19 +262,32 @@ class Gateway:
         if key and key.models and ask.model is None:
             raise RequestError(f"model is required; this key may use: {', '.join(key.models)}", "model")
         candidates = [worker.candidate() for worker in self.workers.values()]
+        lanes = allowed_lanes(key.lanes) if key else lane.LANES
+        owner = self._owner(ask, [one for one in lanes if asked.lane in (None, one)], key, candidates)
         served = {name for one in candidates for name in one.models or ()}
         target = resolve(ask.model, self.config.aliases, served) if ask.model is not None else None
         wish = Wish(
             model=ask.model,
             prompt_tokens=self._ratio.estimate(ask.text_bytes, target),
             lane=asked.lane,
-            lanes=allowed_lanes(key.lanes) if key else lane.LANES,
+            lanes=lanes,
             models=key.models if key else (),
             last_lane=self._memory.recall(ask.conversation),
             target=target,
             auto_models=self.config.auto_models,
         )
-        return lane.choose(wish, candidates, self.config.long_prompt_tokens)
+        if owner is None:
+            return lane.choose(wish, candidates, self.config.long_prompt_tokens)
+        kept = replace(wish, lane=None, lanes=(owner.lane,))
+        return replace(lane.choose(kept, [owner], self.config.long_prompt_tokens), reason="conversation")
+
+    def _owner(
+        self, ask: Ask, lanes: Iterable[Lane], key: Key | None, candidates: list[lane.Candidate]
+    ) -> lane.Candidate | None:
+        """The upstream that keeps the response which the request goes on from, where that is known."""
+        name = self._responses.recall(lane.stored_as(key.name if key else ANYONE, ask.previous))
+        reached = (one for asked in lanes for one in lane.lane_members(asked, candidates))
+        return next((one for one in reached if one.name == name), None) if name is not None else None
 
     async def _tell_health(self, exchange: Exchange) -> None:
         if exchange.path == "/health":

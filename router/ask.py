@@ -23,6 +23,7 @@ class Ask:
     conversation    the same for every request of one conversation; None when nothing tells
     is_repeatable   a second upstream may get it when the first one fails
     wants_usage     the client itself asked for usage in the stream
+    previous        the response that it goes on from
     prefix          digest of the messages' raw leading bytes, through the first one of the user
     """
 
@@ -33,6 +34,7 @@ class Ask:
     is_repeatable: bool = True
     wants_usage: bool = False
     prefix: bytes | None = None
+    previous: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -77,6 +79,7 @@ def read_ask(body: bytes, session: str | None, key_name: str) -> Ask:
         is_repeatable=fields.store is not True and fields.previous_response_id is None,
         wants_usage=isinstance(fields.stream_options, dict) and fields.stream_options.get("include_usage") is True,
         prefix=prefix,
+        previous=fields.previous_response_id if isinstance(fields.previous_response_id, str) else None,
     )
 
 

@@ -28,6 +28,11 @@ class _Within(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Named(msgspec.Struct):
+    id: str | None = None
+    response: "_Named | None" = None
+
+
 class _Body(_Usage):
     """`/generate` tells its counts beside the text."""
 
@@ -38,6 +43,7 @@ class _Body(_Usage):
 
 _BODY = msgspec.json.Decoder(_Body)
 _USAGE = msgspec.json.Decoder(_Usage)
+_NAMED = msgspec.json.Decoder(_Named)
 
 
 def body_counts(body: bytes) -> dict[str, int]:
@@ -54,6 +60,14 @@ def line_counts(line: bytes) -> dict[str, int]:
     if line.startswith(b"data:"):
         return body_counts(line[5:])
     return _counts(_decode(_USAGE, line[len(COMMENT) :])) if line.startswith(COMMENT) else {}
+
+
+def response_id(body: bytes) -> str | None:
+    """The name of a response, told by the whole one or by one event's data."""
+    found = _decode(_NAMED, body)
+    if found is None:
+        return None
+    return found.response.id if found.response else found.id
 
 
 def _decode(decoder: msgspec.json.Decoder, text: bytes):

@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from config import Lane
 from router.errors import ForbiddenError, ModelNotFoundError, UnavailableError
@@ -173,26 +173,39 @@ def _pick(wish: Wish, open_lanes: Sequence[Lane], has_misfits: bool, long_prompt
     return by_length, "length"
 
 
-class LaneMemory:
-    """The lane of each conversation; the least recently used ones are forgotten past `capacity`."""
+Kept = TypeVar("Kept")
+
+
+class Memory(Generic[Kept]):
+    """What is known of each conversation or response; the longest unchanged ones are forgotten past `capacity`."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
-        self._lanes: OrderedDict[str, Lane] = OrderedDict()
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._kept)
 
-    def recall(self, conversation: str | None) -> Lane | None:
-        return self._lanes.get(conversation) if conversation else None
+    def recall(self, name: str | None) -> Kept | None:
+        return self._kept.get(name) if name else None
 
-    def remember(self, conversation: str | None, lane: Lane) -> None:
-        if conversation is None:
+    def remember(self, name: str | None, what: Kept) -> None:
+        if name is None:
             return
-        self._lanes[conversation] = lane
-        self._lanes.move_to_end(conversation)
-        if len(self._lanes) > self._capacity:
-            self._lanes.popitem(last=False)
+        self._kept[name] = what
+        self._kept.move_to_end(name)
+        if len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
+
+
+LaneMemory = Memory[Lane]
+# `stored_as` -> name of the upstream, whose process alone has the conversation behind a response
+ResponseMemory = Memory[str]
+
+
+def stored_as(tenant: str, response_id: str | None) -> str | None:
+    """Keys do not learn of each other's responses."""
+    return f"{tenant}\0{response_id}" if response_id else None
 
 
 @dataclass(slots=True)

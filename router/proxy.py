@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,11 +12,11 @@ import httpx
 from config import RouterConfig
 from router import policy
 from router.ask import Ask
-from router.counts import body_counts
+from router.counts import body_counts, response_id
 from router.errors import GatewayError, UnavailableError, UpstreamError, UpstreamTimeoutError
 from router.exchange import Exchange
 from router.headers import UNBUFFERED, client_headers, upstream_headers
-from router.lane import Decision, LaneMemory, TokenRatio
+from router.lane import Decision, LaneMemory, ResponseMemory, TokenRatio, stored_as
 from router.metrics import Metrics
 from router.relay import Relay
 from router.route import Route
@@ -61,6 +62,7 @@ class Proxy:
         metrics: Metrics,
         memory: LaneMemory,
         ratio: TokenRatio,
+        responses: ResponseMemory,
     ) -> None:
         self.config = config
         self._workers = workers
@@ -68,6 +70,7 @@ class Proxy:
         self._metrics = metrics
         self._memory = memory
         self._ratio = ratio
+        self._responses = responses
 
     @property
     def _secret(self) -> str | None:
@@ -195,7 +198,8 @@ class Proxy:
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
         await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
         edit = self._edit(call, worker)
-        failure = await Relay(call.exchange, worker.upstream, chunks, self.config, edit).events()
+        keep = partial(self._keep_response, call, worker)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self.config, edit, keep).events()
         self._note_end(call, worker, response.status_code, failure)
 
     async def _pass_body(
@@ -210,6 +214,8 @@ class Proxy:
         headers = client_headers(response.headers)
         if is_whole:
             call.exchange.counts = body_counts(held)
+            if call.route.api == "responses" and response.status_code < 300:
+                self._keep_response(call, worker, response_id(held))
             self._note_end(call, worker, response.status_code, None)
             await call.exchange.respond(response.status_code, headers, held)
             return
@@ -218,6 +224,9 @@ class Proxy:
         await call.exchange.start(response.status_code, headers)
         failure = await Relay(call.exchange, worker.upstream, chunks, self.config).body(held)
         self._note_end(call, worker, response.status_code, failure)
+
+    def _keep_response(self, call: Call, worker: Worker, name: str | None) -> None:
+        self._responses.remember(stored_as(call.tenant, name), worker.name)
 
     async def _hold(self, worker: Worker, response: httpx.Response, chunks: AsyncIterator[bytes]) -> tuple[bytes, bool]:
         """A JSON body is held back while it is small, so that its failure is still an honest status."""

@@ -22,6 +22,7 @@ class Relay:
     """One response on its way. The headers are already sent; from here on every failure is an event or a break.
 
     edit  takes out of whole events what the gateway itself had asked for
+    keep  is told the name of a response before its client is
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Relay:
         chunks: AsyncIterator[bytes],
         config: RouterConfig,
         edit: Callable[[bytes], bytes] | None = None,
+        keep: Callable[[str], None] | None = None,
     ) -> None:
         self._exchange = exchange
         self._upstream = upstream
         self._chunks = chunks
         self._config = config
         self._edit = edit
+        self._keep = keep
         # the engine's server appends it to the marker, though not always within one read
         self._awaits_usage = edit is without_usage_comment
         self._held = b""
@@ -91,6 +94,7 @@ class Relay:
         if not events:
             return
         self._scanner.note(events)
+        self._tell_id()
         kept, self._held = self._held + (self._edit(events) if self._edit else events), b""
         if self._scanner.has_marker:
             if self._awaits_usage and "prompt" not in self._scanner.counts:
@@ -100,6 +104,11 @@ class Relay:
             await self._exchange.finish()
         if kept:
             await self._send(kept)
+
+    def _tell_id(self) -> None:
+        if self._keep is not None and self._scanner.response_id is not None:
+            self._keep(self._scanner.response_id)
+            self._keep = None
 
     async def _pump_body(self, held: bytes) -> None:
         await self._send(held)

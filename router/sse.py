@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from router.counts import line_counts
+from router.counts import line_counts, response_id
 
 HELD_BYTES = 1024 * 1024
 # a line end is CR LF, LF or CR; a CR at the very end waits for the byte after it
@@ -56,24 +56,34 @@ class EventSplitter:
 class StreamScanner:
     """Reads beside the stream: token counts, and whether the API's terminal marker was seen.
 
-    counts  `prompt`, `cached`, `output`, as far as the upstream told them
+    counts       `prompt`, `cached`, `output`, as far as the upstream told them
+    response_id  of the Responses API
     """
 
     def __init__(self, api: str) -> None:
+        self._is_named = api == "responses"
         self._finals = _FINAL_EVENTS.get(api, ())
         self._last = b""
         self.has_marker = False
         self.counts: dict[str, int] = {}
+        self.response_id: str | None = None
 
     def note(self, events: bytes) -> None:
         if b"data:" in events:
             self._last = events
+            if self._is_named and self.response_id is None:
+                self._note_id(events)
         if b'_tokens"' in events:
             for line in _LINE_END.split(events):
                 # what a later event tells replaces what an earlier one told
                 self.counts |= line_counts(line)
         if not self.has_marker:
             self.has_marker = any(_has_line(events, final) for final in self._finals)
+
+    def _note_id(self, events: bytes) -> None:
+        for line in _LINE_END.split(events):
+            if line.startswith(b"data:") and b'"response"' in line:
+                self.response_id = self.response_id or response_id(line[5:])
 
     def is_whole(self) -> bool:
         """True when the stream has said that it is over, by its marker or by an error of its own."""

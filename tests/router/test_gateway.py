@@ -1,6 +1,7 @@
 """Who may call, what is refused and how, and what reaches an upstream."""
 
 import json
+import re
 import socket
 import time
 
@@ -499,3 +500,53 @@ def test_keys_without_a_secret_for_the_engine_are_told(gateway, upstream, keys_f
     path, _ = keys_file(alice={})
     gateway(long=upstream(), keys_file=path, gateway_secret=secret)
     assert ("keys_file is set without gateway_secret" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_goes_on_where_it_is_kept(gateway, upstream, client, is_stream):
+    engines = {}
+
+    def engine(name):
+        async def answer(received, connection):
+            response = {"id": f"resp_{name}_{len(engines[name].requests)}", "object": "response"}
+            if not is_stream:
+                await connection.answer(200, response)
+                return
+            events = [{"type": f"response.{word}", "response": response} for word in ("created", "completed")]
+            await connection.stream(*(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+        engines[name] = upstream(answer=answer)
+        return Upstream(name=name, url=engines[name].url, lane="long")
+
+    running = gateway(more=[engine("a"), engine("b")], short=upstream(), long_prompt_tokens=100)
+
+    def ask(text, previous=None):
+        body = {"model": "tiny", "input": text, "previous_response_id": previous, "stream": is_stream}
+        answer = client.post(running.url + "/v1/responses", json=body)
+        assert answer.status_code == 200
+        return re.search(r"resp_\w+", answer.text)[0]
+
+    for number in range(8):
+        first = ask(f"{number} " * 400)
+        second = ask(f"short {number}", first)
+        # the new turn alone would take the short lane, and by its prefix another engine
+        assert second.split("_")[1] == first.split("_")[1]
+        assert ask(f"again {number}", second).split("_")[1] == first.split("_")[1]
+    assert all(engines[name].requests for name in engines)
+
+
+def test_responses_of_keys_are_remembered_apart(gateway, upstream, client, keys_file):
+    async def answer(received, connection):
+        await connection.answer(200, {"id": "resp_1", "object": "response"})
+
+    path, secrets = keys_file(alice={}, bob={})
+    long, short = upstream(), upstream(answer=answer)
+    url = gateway(long=long, short=short, keys_file=path).url
+    body = {"model": "tiny", "input": "hi"}
+    client.post(url + "/v1/responses", json=body, headers=bearer(secrets["alice"]))
+    explained = {}
+    for name in secrets:
+        asked = body | {"previous_response_id": "resp_1", "input": "x" * 100_000}
+        told = client.post(url + "/explain/v1/responses", json=asked, headers=bearer(secrets[name])).json()
+        explained[name] = told["lane"], told["upstreams"]
+    assert explained == {"alice": ("short", ["vllm"]), "bob": ("long", ["engine"])}
