@@ -3,8 +3,9 @@
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -75,16 +76,26 @@ def chunks_of_text(evaluation: Evaluation, num_tokens: int) -> Iterator[torch.Te
         yield torch.tensor([ids[begin : begin + 1024]])
 
 
-@torch.inference_mode()
-def divergences(evaluation: Evaluation, num_tokens: int) -> dict[str, Divergence]:
-    """KL(bf16 || codec), loss, and how often both would choose the same token, for every codec."""
-    totals = {name: Divergence() for name in CODECS}
-    model = CodedModel(evaluation.decoder.geometry, evaluation.decoder.weights)
-    for ids in chunks_of_text(evaluation, num_tokens):
-        reference = log_probabilities(model, CODECS["bf16"], ids)
+def divergences(
+    candidates: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], chunks: Iterable[torch.Tensor]
+) -> dict[str, Divergence]:
+    """KL(bf16 || candidate), loss, and how often both would choose the same token, for every candidate.
+
+    candidates  name -> [1, tokens] to the log-probabilities [tokens - 1, vocabulary]; "bf16" is one of them
+    """
+    totals = {name: Divergence() for name in candidates}
+    for ids in chunks:
+        reference = candidates["bf16"](ids)
         for name, total in totals.items():
-            total.add(reference, log_probabilities(model, CODECS[name], ids), ids[0, 1:])
+            total.add(reference, candidates[name](ids), ids[0, 1:])
     return totals
+
+
+@torch.inference_mode()
+def codec_divergences(evaluation: Evaluation, num_tokens: int) -> dict[str, Divergence]:
+    model = CodedModel(evaluation.decoder.geometry, evaluation.decoder.weights)
+    candidates = {name: partial(log_probabilities, model, codec) for name, codec in CODECS.items()}
+    return divergences(candidates, chunks_of_text(evaluation, num_tokens))
 
 
 def log_probabilities(model: CodedModel, codec: KVCodec, ids: torch.Tensor) -> torch.Tensor:
@@ -93,13 +104,17 @@ def log_probabilities(model: CodedModel, codec: KVCodec, ids: torch.Tensor) -> t
     return model.logits(hidden[0, :-1]).log_softmax(-1)
 
 
-def measure_codec(evaluation: Evaluation, codec: KVCodec, found: Divergence, items: int) -> dict[str, float]:
-    evaluation.decoder.codec = codec
-    row = {
+def text_measures(found: Divergence) -> dict[str, float]:
+    return {
         "kl": found.nats / found.tokens,
         "perplexity": math.exp(found.loss / found.tokens),
         "same_token": found.agreed / found.tokens,
     }
+
+
+def measure_codec(evaluation: Evaluation, codec: KVCodec, found: Divergence, items: int) -> dict[str, float]:
+    evaluation.decoder.codec = codec
+    row = text_measures(found)
     for key, size in NEEDLE_LENGTHS.items():
         examples = [evaluation.needle_example(Random(4 * SEED + i), size) for i in range(items)]
         row[key] = evaluation.score(examples, has_answer).value
@@ -107,9 +122,9 @@ def measure_codec(evaluation: Evaluation, codec: KVCodec, found: Divergence, ite
     return row | {"bytes_per_token": codec.bytes_per_token(geometry.kv_heads, geometry.head_dim)}
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
+def table(kind: str, rows: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(rows.values())))
-    lines = ["".join([f"{'codec':<12}", *(f"{column:>17}" for column in columns)])]
+    lines = ["".join([f"{kind:<12}", *(f"{column:>17}" for column in columns)])]
     for name, row in rows.items():
         lines.append("".join([f"{name:<12}", *(f"{row[column]:>17.5g}" for column in columns)]))
     return "\n".join(lines)
@@ -125,9 +140,9 @@ def main() -> None:
     arguments = parser.parse_args()
     evaluation = Evaluation(arguments.checkpoint, read_held_out(arguments.held_out), "cpu", 20_000)
     evaluation.decoder = CodedDecoder(evaluation.decoder.geometry, evaluation.decoder.weights)
-    found = divergences(evaluation, arguments.tokens)
+    found = codec_divergences(evaluation, arguments.tokens)
     rows = {name: measure_codec(evaluation, codec, found[name], arguments.items) for name, codec in CODECS.items()}
-    print(table(rows))
+    print(table("codec", rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
