@@ -10,7 +10,8 @@
 
 The wire has no escaping, so one rule says where a value ends, for streamed and whole answers alike: at a closing tag
 that is followed by what may follow it, or by the end of the output. Everything else is data, byte for byte, less one
-line end after the opening tag and one before the closing tag.
+line end after the opening tag and one before the closing tag. Where the length limit ends the output, what may be the
+beginning of a tag is neither content nor data.
 """
 
 import json
@@ -29,6 +30,7 @@ PARAMETER = "<parameter="
 END_PARAMETER = "</parameter>"
 # a call in JSON is withheld whole, so it must stay small
 MAX_JSON_CALL = 65_536
+MAX_JSON_WORD = 6
 
 
 class Content(NamedTuple):
@@ -61,6 +63,12 @@ class Closer(NamedTuple):
     tags: tuple[str, ...]
     followers: tuple[tuple[str, ...], ...]
     is_own: bool
+
+
+def _without_half(tag: str, text: str) -> str:
+    """The text less the beginning of a tag at its end."""
+    at = text.rfind("<")
+    return text[:at] if at >= 0 and tag.startswith(text[at:]) else text
 
 
 NEXT_CALL = ((CALL, FUNCTION),)
@@ -170,8 +178,10 @@ class ToolCallParser:
         at = self._buffer.find("<")
         while at >= 0:
             match = self._opening(at)
-            if match is PARTIAL and not is_final:
+            if match is PARTIAL and (self._is_cut or not is_final):
                 self._emit_content(spaces_before(self._buffer[:at]))
+                # of a frame that was cut nothing can be made
+                self._skip(len(self._buffer) if is_final else 0)
                 return False
             if match is not None and match is not PARTIAL:
                 return self._begin(at, match)
@@ -215,6 +225,9 @@ class ToolCallParser:
             self._skip(len(self._buffer))
             self._emit_whole_call(*call)
             return True
+        if is_final and self._is_cut and self._is_cut_json_call():
+            self._skip(len(self._buffer))
+            return False
         self._emit_content(self._buffer.index(CALL) + len(CALL))
         self._read = self._read_content
         return True
@@ -229,6 +242,18 @@ class ToolCallParser:
         if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
             return None
         return name, json.dumps(arguments, ensure_ascii=False)
+
+    def _is_cut_json_call(self) -> bool:
+        """Whether the JSON so far is a call without its closing tag, or ends inside what may become one."""
+        text = _without_half(END_CALL, self._buffer.strip().removeprefix(CALL))
+        try:
+            json.loads(text, parse_constant=refuse_constant)
+        except json.JSONDecodeError as error:
+            # an open string is told by its beginning, a half word or escape by its own
+            return error.msg.startswith("Unterminated") or error.pos + MAX_JSON_WORD > len(text)
+        except (ValueError, RecursionError):
+            return False
+        return self._json_call(text) is not None
 
     def _emit_whole_call(self, name: str, arguments: str) -> None:
         self._start_call(name)
@@ -266,11 +291,21 @@ class ToolCallParser:
 
     def _read_value(self, is_final: bool) -> bool:
         end, after = value_end(self._buffer, is_final)
+        if after is None and is_final and self._is_cut:
+            return self._cut_value()
         self._take_value(self._buffer[:end])
         self._skip(end if after is None else after)
         if after is None and not is_final:
             return False
-        self._end_value(is_cut=self._is_cut and after is None)
+        self._end_value(is_cut=False)
+        return True
+
+    def _cut_value(self) -> bool:
+        """The length limit ends the value; what may begin its closer is no part of it."""
+        end, _ = value_end(self._buffer, is_final=False)
+        self._take_value(self._buffer[:end])
+        self._skip(len(self._buffer))
+        self._end_value(is_cut=True)
         return True
 
     def _read_after_function(self, is_final: bool) -> bool:

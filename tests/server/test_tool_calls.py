@@ -236,3 +236,51 @@ def test_a_long_string_streams_while_it_is_written():
 def test_arguments_are_always_json_when_the_output_ended_by_itself():
     for raw in (call(old='"\\\n\t\x00\x7f'), call(edits="{"), call(edits='"', line='"', options="'")):
         assert isinstance(json.loads(reads(raw).calls[0][1]), dict)
+
+
+CALL_FORMS = {
+    "xml": call(path="/a", line="21", old="txto"),
+    "bare": call(path="/a", line="21", old="txto").removeprefix("<tool_call>\n"),
+    "json": '<tool_call>\n{"name": "edit", "arguments": {"path": "/a", "line": 21, "dry": true}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+@pytest.mark.parametrize("before", ["", "I'll check.\n"])
+def test_a_limit_anywhere_in_a_call_leaks_no_markup(form, before):
+    raw = before + CALL_FORMS[form]
+    for end in range(len(before), len(raw)):
+        result = reads(raw[:end], reason="length")
+        assert result.content.rstrip() == before.rstrip(), raw[:end]
+        assert result.finish == "length"
+        written = "".join(arguments for _, arguments in result.calls)
+        assert "<" not in written, raw[:end]
+        assert not written or written.startswith('{"path": "')
+
+
+@pytest.mark.parametrize(
+    "text", ["a <", "see <tool_call>", "x\n<function=ed", "<tool_call>\n<function=edit", "a </too"]
+)
+def test_what_only_looks_like_the_beginning_of_a_call_is_content(text):
+    assert reads(text, reason="stop").content == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "other", "arguments": {}}',
+        "the form is <tool_call>{...} with JSON in it, as everybody",
+        "an undeclared <tool_call>\n<function=rm>\n<parameter=a>\n1",
+        "a < b and c",
+    ],
+)
+def test_a_limit_behind_what_is_no_call_keeps_it(text):
+    assert reads(text, reason="length").content == text
+
+
+@pytest.mark.parametrize(("value", "expected"), [("txto\n</", "txto"), ("a </b", "a </b"), ("a\n</parameter> b", None)])
+def test_a_half_closer_at_the_limit_is_no_part_of_the_value(value, expected):
+    raw = "<tool_call>\n<function=edit>\n<parameter=old>\n" + value
+    written = json.dumps(expected or value)[:-1]
+    assert reads(raw, reason="length").calls == [("edit", '{"old": ' + written)]
+    assert reads(raw, reason="stop").arguments() == {"old": value}
