@@ -14,10 +14,13 @@ from typing import Any, Literal
 import engine
 from server.errors import BadRequestError, UnsupportedError
 from server.reasoning import CLOSE
+from server.schema_shape import check_shape
 from server.tool_schema import ToolSchemas
 
 # with so few parameters any order is allowed: a rule for each subset of them; with more, the declared order
 MAX_FREE_ORDER = 4
+# of all functions that may be called; compiling takes time and memory for each of them
+MAX_PARAMETERS = 512
 # between the parts of a JSON text stands what printers put there; in longer runs a hot model may lose itself
 JSON_OPTIONS = {"whitespace_pattern": r"( |\r?\n[ \t]{0,64})?"}
 WHATEVER = "(?s:.*)"
@@ -174,7 +177,11 @@ def answer_form(
 
     functions  those that may be called
     param      the field that the schema stands in
+
+    raises  BadRequestError for a function of which no grammar can be made
     """
+    if choice.kind == "required" or schema is not None:
+        check_functions(functions)
     if choice.kind == "required":
         return AnswerForm(None, functions, is_parallel and choice.name is None, "tool_choice")
     return None if schema is None else AnswerForm(schema, functions, is_parallel, param)
@@ -216,48 +223,51 @@ class FunctionRules:
             "string" in schemas.types(tool["name"], name) or name not in self._properties for name in self._names
         ]
 
+        needed = (index for index, name in enumerate(self._names) if name in self._required)
+        self._last_required = max(needed, default=-1)
+
     def rules(self) -> Iterator[str]:
         if not self._names and "properties" not in self._root and self._root.get("additionalProperties") is not False:
             yield from self._open_rules()
             return
-        everything = tuple(range(len(self._names)))
+        everything = range(len(self._names))
+        if len(everything) <= MAX_FREE_ORDER:
+            everything = tuple(everything)
         yield f"{self._prefix}: {self._opening(everything)}"
-        for left in self._states(everything):
-            yield f"{self._rule(left)}: {' | '.join(self._parameters(left))}"
+        yield from self._free_rules(everything) if isinstance(everything, tuple) else self._ordered_rules()
         for index, name in enumerate(self._names):
             if not self._is_text[index]:
                 yield f"{self._prefix}_v{index}: {json_rule(self._schema(name), is_strict=self._is_strict)}"
+
+    def _free_rules(self, everything: tuple[int, ...]) -> Iterator[str]:
+        for size in range(1, len(everything) + 1):
+            for left in combinations(everything, size):
+                ways = (self._parameter(index, tuple(other for other in left if other != index)) for index in left)
+                yield f"{self._rule(left)}: {' | '.join(ways)}"
+
+    def _ordered_rules(self) -> Iterator[str]:
+        """One short rule for each parameter: it comes, or, where it need not, those behind it."""
+        for index, name in enumerate(self._names):
+            rest = range(index + 1, len(self._names))
+            skips = [self._rule(rest)] if rest and name not in self._required else []
+            yield f"{self._rule(range(index, len(self._names)))}: {' | '.join([self._parameter(index, rest), *skips])}"
 
     def _open_rules(self) -> Iterator[str]:
         """No parameter is declared and none is ruled out: any names, all of them texts."""
         yield f'{self._prefix}: "\\n</function>" | "\\n<parameter=" {self._prefix}_any'
         yield f'{self._prefix}_any: NAME ">\\n" (next_or_end {self._prefix}_any | end_or_next)'
 
-    def _opening(self, everything: tuple[int, ...]) -> str:
+    def _opening(self, everything: Sequence[int]) -> str:
         ways = [f'"\\n<parameter=" {self._rule(everything)}'] if everything else []
         return " | ".join([*ways, *([] if self._needs(everything) else ['"\\n</function>"'])])
 
-    def _states(self, everything: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(everything) <= MAX_FREE_ORDER:
-            for size in range(1, len(everything) + 1):
-                yield from combinations(everything, size)
-        else:
-            yield from (everything[start:] for start in range(len(everything)))
+    def _parameter(self, index: int, rest: Sequence[int]) -> str:
+        """The parameter, and then those of `rest`."""
+        return f"{_quote(self._names[index] + chr(62) + chr(10))} {self._value(index, rest)}"
 
-    def _parameters(self, left: tuple[int, ...]) -> Iterator[str]:
-        """One way for each parameter that may come first of those that are left."""
-        for place, index in enumerate(left):
-            skipped = left[:place]
-            rest = (*skipped, *left[place + 1 :])
-            if len(self._names) > MAX_FREE_ORDER:
-                if self._needs(skipped):
-                    return
-                rest = left[place + 1 :]
-            yield f"{_quote(self._names[index] + chr(62) + chr(10))} {self._value(index, rest)}"
-
-    def _value(self, index: int, rest: tuple[int, ...]) -> str:
+    def _value(self, index: int, rest: Sequence[int]) -> str:
         """A value, its closing tag, and what follows it."""
-        following = self._rule(rest)
+        following = self._rule(rest) if rest else ""
         if not self._is_text[index]:
             ways = [f'"<parameter=" {following}'] if rest else []
             ways += [] if self._needs(rest) else ['"</function>"']
@@ -266,17 +276,35 @@ class FunctionRules:
             return "only_end"
         return f"only_next {following}" if self._needs(rest) else f"(next_or_end {following} | end_or_next)"
 
-    def _needs(self, left: tuple[int, ...]) -> bool:
+    def _needs(self, left: Sequence[int]) -> bool:
+        if isinstance(left, range):
+            return left.start <= self._last_required
         return any(self._names[index] in self._required for index in left)
 
-    def _rule(self, left: tuple[int, ...]) -> str:
-        return f"{self._prefix}_p{'_'.join(map(str, left))}"
+    def _rule(self, left: Sequence[int]) -> str:
+        """A range is named by its start, as all of them reach to the end."""
+        return f"{self._prefix}_p{left.start if isinstance(left, range) else '_'.join(map(str, left))}"
 
     def _schema(self, name: str) -> Mapping[str, Any] | bool:
         """With the definitions that it may refer to."""
         schema = self._properties[name]
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return schema if isinstance(schema, bool) else {**definitions, **schema}
+
+
+def check_functions(functions: Sequence[Mapping[str, Any]]) -> None:
+    """raises BadRequestError that names the function and the field of its schema"""
+    num_parameters = 0
+    for function in functions:
+        root = function.get("parameters") or {}
+        check_shape(root, f"tools: {function['name']!r}: parameters")
+        num_parameters += len({*(root.get("properties") or {}), *(root.get("required") or ())})
+        if num_parameters > MAX_PARAMETERS:
+            raise BadRequestError(
+                f"tools: up to {function['name']!r} there are {num_parameters} parameters; where the form of the "
+                f"answer is asked for, all functions together may have {MAX_PARAMETERS}.",
+                param="tools",
+            )
 
 
 def is_writable(name: str) -> bool:

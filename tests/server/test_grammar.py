@@ -13,7 +13,16 @@ from tokenizers import Tokenizer
 from engine.constraint import Matcher, load_vocabulary
 from engine.errors import SamplingError
 from server.errors import BadRequestError, UnsupportedError
-from server.grammar import AnswerForm, ToolChoice, answer_form, callable_functions, response_schema, tool_choice
+from server.grammar import (
+    MAX_PARAMETERS,
+    AnswerForm,
+    ToolChoice,
+    answer_form,
+    callable_functions,
+    response_schema,
+    tool_choice,
+)
+from server.schema_shape import MAX_DEPTH
 from tests.server.conftest import ROOT
 from tests.server.raw import call, read
 
@@ -283,3 +292,72 @@ def test_schemas_where_the_apis_put_them():
     for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": []}, {"type": "grammar"}):
         with pytest.raises(BadRequestError):
             response_schema(wrong, "x")
+
+
+def parameters(**root) -> list:
+    return [{"name": "f", "parameters": {"type": "object", **root}}]
+
+
+@pytest.mark.parametrize(
+    ("root", "field"),
+    [
+        ({"required": 5}, "parameters.required"),
+        ({"required": True}, "parameters.required"),
+        ({"required": [["a"]]}, "parameters.required"),
+        ({"properties": []}, "parameters.properties"),
+        ({"properties": "ab"}, "parameters.properties"),
+        ({"properties": {"a": 5}}, "parameters.properties.a"),
+        ({"properties": {"a": None}}, "parameters.properties.a"),
+        ({"properties": {"a": {"type": {}}}}, "parameters.properties.a.type"),
+        ({"properties": {"a": {"enum": 5}}}, "parameters.properties.a.enum"),
+        ({"properties": {"a": {"items": "string"}}}, "parameters.properties.a.items"),
+        ({"properties": {"a": {"anyOf": {}}}}, "parameters.properties.a.anyOf"),
+        ({"properties": {"a": {"anyOf": [1]}}}, "parameters.properties.a.anyOf[0]"),
+        ({"properties": {"a": {"type": "array", "items": {"required": 1}}}}, "parameters.properties.a.items.required"),
+        ({"$defs": 1}, "parameters.$defs"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_tool_and_field(root, field):
+    with pytest.raises(BadRequestError) as caught:
+        answer_form(None, parameters(**root), ToolChoice("required"))
+    assert caught.value.message.startswith(f"tools: 'f': {field} is no ")
+    assert caught.value.param == "tools"
+    # nobody reads it where nothing is asked for
+    assert answer_form(None, parameters(**root), ToolChoice()) is None
+
+
+def test_a_schema_of_very_many_levels_is_refused():
+    schema = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(BadRequestError, match=f"nested deeper than {MAX_DEPTH} levels") as caught:
+        answer_form(None, parameters(properties={"a": schema}), ToolChoice("required"))
+    assert caught.value.param == "tools"
+
+
+def optional(count: int) -> list:
+    return parameters(properties={f"p{index}": {"type": "string"} for index in range(count)}, required=["p3"])
+
+
+def test_a_grammar_grows_with_its_parameters_and_no_faster():
+    small, large = (
+        len(answer_form(None, optional(count), ToolChoice("required")).grammar(False)) for count in (64, MAX_PARAMETERS)
+    )
+    assert large / small < 1.2 * MAX_PARAMETERS / 64
+
+
+def test_the_most_parameters_work():
+    form = answer_form(None, optional(MAX_PARAMETERS), ToolChoice("required"))
+    last = f"p{MAX_PARAMETERS - 1}"
+    assert lets_through(form, call("f", p0="1", p3="2", **{last: "3"}))
+    assert lets_through(form, call("f", p3="2"))
+    assert not lets_through(form, call("f", p4="2", **{last: "3"}))
+    assert not lets_through(form, call("f", p3="2", p0="1"))
+    assert lets_through(form, call("f", **{f"p{index}": "x" for index in range(MAX_PARAMETERS)}))
+
+
+def test_more_parameters_are_refused_in_words():
+    half = optional(MAX_PARAMETERS // 2 + 1)
+    with pytest.raises(BadRequestError, match=f"may have {MAX_PARAMETERS}") as caught:
+        answer_form(None, [*half, *half], ToolChoice("required"))
+    assert caught.value.param == "tools"
