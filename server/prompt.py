@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"function": "tool"}
+MESSAGES = "messages"
 # the key of arguments that are no JSON object
 RAW = "_raw"
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -42,11 +43,20 @@ class PromptBuilder:
         self._max_model_len = max_model_len
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        field: str = MESSAGES,
     ) -> Prompt:
-        """raises BadRequestError, PromptTooLongError"""
-        marked, mark = self._template.render(conversation(messages), tools, options)
-        return Prompt(self._within_limit(self._encoder.encode_prompt, marked, mark, param="messages"), is_open(marked))
+        """field  that the client wrote the messages in. raises BadRequestError, PromptTooLongError"""
+        turns = conversation(messages, field)
+        try:
+            marked, mark = self._template.render(turns, tools, options)
+        except BadRequestError as error:
+            error.param = field if error.param == MESSAGES else error.param
+            raise
+        return Prompt(self._within_limit(self._encoder.encode_prompt, marked, mark, param=field), is_open(marked))
 
     def text(self, text: str) -> Prompt:
         """A bare prompt, in which the caller writes the control tokens. raises PromptTooLongError"""
@@ -80,12 +90,15 @@ class PromptBuilder:
             raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False, param=param) from error
 
 
-def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def conversation(messages: Sequence[ChatMessage], field: str = MESSAGES) -> list[dict[str, Any]]:
     """Messages in the template's form: one system message at the head, text contents, arguments as objects.
 
     Later system messages become user turns where they stand, so that what comes before them stays cached.
     """
-    turns = [_turn(message, index) for index, message in enumerate(messages)]
+    # elsewhere a message is made of several items, and its number is not the client's
+    turns = [
+        _turn(message, f"{field}[{index}]" if field == MESSAGES else field) for index, message in enumerate(messages)
+    ]
     _log_bad_arguments(turns)
     head = next((index for index, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
     system = "\n\n".join(turn["content"] for turn in turns[:head])
@@ -94,18 +107,18 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         # the template opens a tool turn only after another turn
         rest[0] = {"role": "user", "content": rest[0]["content"]}
     if not any(turn["role"] == "user" for turn in rest):
-        raise BadRequestError("messages: there is no message of role user; add one.", param="messages")
+        raise BadRequestError(f"{field}: there is no message of role user; add one.", param=field)
     return [{"role": "system", "content": system}, *rest] if head else rest
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
+def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise BadRequestError(
-            f"messages[{index}].role: {message.role!r} is none of {', '.join(sorted(ROLES))}.",
-            param=f"messages[{index}].role",
+            f"{where}.role: {message.role!r} is none of {', '.join(sorted(ROLES))}.",
+            param=f"{where}.role",
         )
     role = ROLES[message.role]
-    turn: dict[str, Any] = {"role": role, "content": _text(message.content, index)}
+    turn: dict[str, Any] = {"role": role, "content": _text(message.content, where)}
     if role == "assistant":
         # always a string: else the template would look for a thought inside the content and cut it there
         turn["reasoning_content"] = message.reasoning_content or message.reasoning or ""
@@ -117,10 +130,10 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     return turn
 
 
-def _text(content: str | Sequence[ContentPart] | None, index: int) -> str:
+def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
+    return "".join(_part_text(part, f"{where}.content[{at}]") for at, part in enumerate(content))
 
 
 def _part_text(part: ContentPart, where: str) -> str:

@@ -83,7 +83,9 @@ class Responses:
         body = plan.body
         options = model.prompts.options(None, body.reasoning.effort if body.reasoning else None, None)
         head = [ChatMessage("system", body.instructions)] if body.instructions else []
-        prompt: Prompt = await model.in_worker(model.prompts.chat, [*head, *plan.messages], plan.tools, options)
+        prompt: Prompt = await model.in_worker(
+            model.prompts.chat, [*head, *plan.messages], plan.tools, options, "input"
+        )
         rules = TextRules(
             token_bytes=model.files.vocabulary.token_bytes,
             tools=ToolSchemas(plan.functions) if plan.functions else None,
@@ -152,6 +154,12 @@ async def _nothing() -> None:
 def _check_form(body: ResponsesRequest) -> None:
     if body.background:
         raise UnsupportedError("background: answers are given on this connection only.", param="background")
+    if body.conversation is not None:
+        raise UnsupportedError(
+            "conversation: conversations are not kept; send the input, or previous_response_id.", param="conversation"
+        )
+    if body.prompt is not None:
+        raise UnsupportedError("prompt: prompt templates are not kept; send the text in input.", param="prompt")
     if (body.n or 1) > 1:
         raise UnsupportedError("n: a response has one answer.", param="n")
     if body.stop is not None:

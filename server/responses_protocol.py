@@ -51,6 +51,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
 
 
 CALLS = frozenset({"function_call", "custom_tool_call"})

@@ -151,11 +151,11 @@ def test_errors_after_the_headers(live):
     ("fields", "param"),
     [
         ({"input": 7}, "input"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"type": "message", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call"}]}, "input[0].name"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -212,3 +212,27 @@ def test_the_store_is_bounded_and_private():
     assert len(store) == 1
     store.put("t", "e", [ChatMessage("user", "x" * 101)])
     assert len(store) == 0
+
+
+@pytest.mark.parametrize("field", ["conversation", "prompt"])
+@pytest.mark.parametrize("value", [{"id": "x_1"}, "x_1"])
+def test_what_is_kept_nowhere_is_refused(live, field, value):
+    error = refusal(live.post(ask("hi", **{field: value}), PATH))
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert live.post(ask("hi", **{field: None}), PATH).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{"role": "system", "content": "x"}], "input"),
+        ([{"role": "king", "content": "x"}], "input.role"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input.content[0]"),
+        ("word " * 5000, "input"),
+        ("".join(map(chr, range(0xFDD0, 0xFDF0))), "input"),
+    ],
+)
+def test_errors_name_the_input(live, items, param):
+    error = refusal(live.post(ask(items), PATH))
+    assert error["param"] == param
+    assert "your messages" not in error["message"] and "messages:" not in error["message"]
