@@ -174,6 +174,10 @@ class Gateway:
                 if not exchange.is_answered:
                     exchange.notes["client_gone"] = True
                     self.metrics.client_gone.inc()
+            except asyncio.CancelledError:
+                # the drain time is over; a stream was told so, and ended
+                if not exchange.has_ended:
+                    raise
             finally:
                 await exchange.finish()
                 if exchange.opened is not None:

@@ -38,6 +38,7 @@ class Exchange:
         self.status: int | None = None
         self.is_answered = False
         self.has_ended = False
+        self.is_left = False
         self.bytes_in = 0
         self.bytes_out = 0
         self.extra_headers: dict[str, str] = {}
@@ -71,6 +72,7 @@ class Exchange:
         """Returns when the client is gone. Only after the body is read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.is_left = True
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status

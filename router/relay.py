@@ -1,17 +1,19 @@
 """Passes one upstream response on: whole events unchanged, an end that is told apart from a break."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from config import RouterConfig, Upstream
-from router.errors import ClientGoneError, UpstreamError, UpstreamTimeoutError, error_event
+from router.errors import ClientGoneError, UnavailableError, UpstreamError, UpstreamTimeoutError, error_event
 from router.exchange import Exchange
 from router.guard import guarded
 from router.sse import EventSplitter, EventTooLargeError, StreamScanner
 from router.usage import without_usage_comment
 
 HEARTBEAT = b": heartbeat\n\n"
+LAST_WORD_S = 1.0
 
 
 class SlowClientError(ClientGoneError):
@@ -50,7 +52,13 @@ class Relay:
 
     async def events(self) -> UpstreamError | None:
         """Passes a stream of events; returns the failure that its last event tells of, if any."""
-        failure = await self._run(self._pump_events(), self._upstream.heartbeats)
+        try:
+            failure = await self._run(self._pump_events(), self._upstream.heartbeats)
+        except asyncio.CancelledError:
+            if not self._exchange.is_left:
+                # the drain time is over
+                await self._break_off()
+            raise
         if self._held:
             await self._exchange.finish()
             await self._taken(self._exchange.send(self._held))
@@ -64,6 +72,14 @@ class Relay:
             await self._taken(self._exchange.send(event))
         await self._taken(self._exchange.end())
         return failure
+
+    async def _break_off(self) -> None:
+        error = UnavailableError("the gateway is shutting down before the answer is complete; send the request again")
+        event = error_event(error, self._exchange.api, self._exchange.request_id, self._scanner.last_data())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._exchange.send(event)
+                await self._exchange.end()
 
     async def body(self, held: bytes) -> UpstreamError | None:
         """Passes bytes as they come, `held` first. After a failure the response stays unfinished, as it was."""
