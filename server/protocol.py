@@ -153,6 +153,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+# the escape of one half of a UTF-16 pair without the other; an even number of backslashes before it escapes none
+HALF_PAIR = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+HALF_PAIR_REASON = r"a text holds half of a UTF-16 pair (\ud800 to \udfff), which is no character; leave it out"
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -167,7 +174,8 @@ def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     except msgspec.ValidationError as error:
         raise _wrong_field(error) from error
     except msgspec.DecodeError as error:
-        raise BadRequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+        reason = HALF_PAIR_REASON if HALF_PAIR.search(raw) else str(error)
+        raise BadRequestError(f"The body is not valid JSON: {reason}.", code="invalid_json") from error
     except UnicodeDecodeError as error:
         raise BadRequestError("The body is not valid UTF-8.", code="invalid_json") from error
     except RecursionError as error:

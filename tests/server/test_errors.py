@@ -49,6 +49,21 @@ def test_what_is_no_json_object(live, body):
         assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("text", [r"\ud800", r"a \uDBFF b", r"\udc00", r"\ud83d\ud83d", r"\\\udc00", r"\ude00\ud83d"])
+def test_half_a_pair_is_told_as_such(live, text):
+    body = json.dumps(ask("hi")).replace("hi", text).encode()
+    error = refusal(live.http.post("/v1/chat/completions", content=body, headers=JSON))
+    assert "half of a UTF-16 pair" in error["message"]
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud800", r"\\udc00"])
+def test_whole_pairs_and_their_mention_are_text(live, text):
+    body = json.dumps(ask("hi")).replace("hi", text).encode()
+    assert live.http.post("/v1/chat/completions", content=body, headers=JSON).status_code == 200
+    error = refusal(live.http.post("/v1/chat/completions", content=body + b"}", headers=JSON))
+    assert "UTF-16" not in error["message"]
+
+
 def test_duplicate_keys_take_the_last(live):
     body = json.dumps(ask("hi"))[:-1] + f', "model": "{NAME}", "max_tokens": 1, "max_tokens": 2}}'
     answer = live.http.post("/v1/chat/completions", content=body, headers=JSON)
