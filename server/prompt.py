@@ -11,6 +11,7 @@ from server.checkpoint import TextFiles
 from server.errors import BadRequestError, PromptTooLongError, UnsupportedError
 from server.protocol import ChatMessage, ContentPart
 from server.reasoning import is_open
+from server.schema_shape import check_levels
 from server.tokens import TextEncoder, TooManyTokensError
 from server.tool_schema import refuse_constant
 
@@ -50,6 +51,7 @@ class PromptBuilder:
         field: str = MESSAGES,
     ) -> Prompt:
         """field  that the client wrote the messages in. raises BadRequestError, PromptTooLongError"""
+        check_levels(tools)
         turns = conversation(messages, field)
         try:
             marked, mark = self._template.render(turns, tools, options)

@@ -1,11 +1,13 @@
 """Whether a JSON schema is put together as schemas are; what its keywords mean is for others to say."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from server.errors import BadRequestError
 
 MAX_DEPTH = 64
+# of JSON below the list of tools; the template's printer recurses
+MAX_JSON_LEVELS = 160
 
 
 def check_shape(schema: Any, where: str, param: str = "tools") -> None:
@@ -21,6 +23,22 @@ def check_shape(schema: Any, where: str, param: str = "tools") -> None:
             raise BadRequestError(f"{path} is no JSON schema.", param=param)
         _check_lists(part, path, param)
         pending += [(inner, f"{path}.{place}", depth + 1) for place, inner in _inner(part, path, param)]
+
+
+def check_levels(tools: Any) -> None:
+    """raises BadRequestError"""
+    level = [tools]
+    for _ in range(MAX_JSON_LEVELS):
+        level = [inner for value in level for inner in _values(value)]
+        if not level:
+            return
+    raise BadRequestError(f"tools: there are more than {MAX_JSON_LEVELS} levels in one another.", param="tools")
+
+
+def _values(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _check_lists(schema: Mapping[str, Any], path: str, param: str) -> None:

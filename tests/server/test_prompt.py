@@ -256,6 +256,21 @@ def test_the_template_cannot_leave_its_sandbox(family):
         builder.chat(messages({"role": "user", "content": "hi"}), [], {})
 
 
+def nested_tool(num_levels: int) -> dict:
+    schema = {"type": "string"}
+    for _ in range(num_levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def test_tools_of_very_many_levels_are_refused_as_such(build):
+    turns = [{"role": "user", "content": "hi"}]
+    assert build(turns, tools=[nested_tool(70)]).token_ids
+    with pytest.raises(BadRequestError, match="more than 160 levels") as caught:
+        build(turns, tools=[nested_tool(300)])
+    assert caught.value.param == "tools"
+
+
 def test_bad_arguments_are_logged_once_for_a_request(caplog):
     calls = [ToolCall(FunctionCall("ls", "{")), ToolCall(FunctionCall("ls", "[1]")), ToolCall(FunctionCall("ls", "{}"))]
     conversation([ChatMessage("user", "hi"), *[ChatMessage("assistant", tool_calls=calls)] * 20])
