@@ -91,7 +91,7 @@ def needle_measures(evaluation: Evaluation, decoder: ServedDecoder, examples: li
     evaluation.decoder = decoder
     found = evaluation.score(examples, has_answer)
     low, high = found.interval
-    return {"needle_1k": found.value, "from": low, "to": high, "items": found.items}
+    return {"needle_1k": found.value, "needle_1k_low": low, "needle_1k_high": high, "items": found.items}
 
 
 def compare(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, float]]:
