@@ -94,10 +94,10 @@ class _Builder:
     def _delta(self, prefix: str) -> GatedDeltaNet:
         return GatedDeltaNet(
             projection=self._linear(prefix + "in_proj", prefix + "in_proj_gates"),
-            conv=self._plain(prefix + "conv1d.weight").squeeze(1),
-            decay=-self._plain(prefix + "A_log").exp(),
-            dt_bias=self._plain(prefix + "dt_bias"),
-            norm=GatedRMSNorm(self._plain(prefix + "norm.weight"), self._config.rms_norm_eps),
+            conv=self._read(prefix + "conv1d.weight").squeeze(1),
+            decay=-self._read(prefix + "A_log").exp(),
+            dt_bias=self._read(prefix + "dt_bias"),
+            norm=GatedRMSNorm(self._read(prefix + "norm.weight"), self._config.rms_norm_eps),
             output=self._linear(prefix + "out_proj"),
             key_heads=self._config.linear_num_key_heads,
             value_heads=self._config.linear_num_value_heads,
@@ -128,10 +128,7 @@ class _Builder:
         return linear(torch.cat(parts).to(self._dtype))
 
     def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(1 + self._plain(name), self._config.rms_norm_eps)
-
-    def _plain(self, name: str) -> torch.Tensor:
-        return self._read(name)
+        return RMSNorm(1 + self._read(name), self._config.rms_norm_eps)
 
     def _read(self, name: str) -> torch.Tensor | QuantizedWeight:
         if name not in self._artifact:

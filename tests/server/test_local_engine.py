@@ -24,8 +24,6 @@ EMBEDDED = ROOT / "engine" / "embedded" / "checkpoint"
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    if not (EMBEDDED / "config.json").exists():
-        pytest.skip(f"no checkpoint at {EMBEDDED}")
     engine = EngineClient(EngineConfig(model=str(EMBEDDED), device="cpu", max_model_len=2048, num_threads=1))
     with running(EMBEDDED, [{"output": "unused"}], tmp_path_factory.mktemp("local"), engine=engine) as live:
         yield live
