@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.layers.linear import Linear
-from engine.layers.norm import GatedRMSNorm
+from engine.layers.norm import GatedRMSNorm, RMSNorm
 from engine.layers.rows import Rows
 from engine.ops.causal_conv import causal_conv
 from engine.ops.delta_state import DeltaState
@@ -36,15 +36,16 @@ class GatedDeltaNet:
     key_dim: int
     value_dim: int
 
-    def __call__(self, x: torch.Tensor, rows: Rows, memory: DeltaState) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, rows: Rows, memory: DeltaState) -> torch.Tensor:
+        """x + the linear attention over norm(x)"""
         gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
         value_width = self.value_heads * self.value_dim
         sizes = [len(self.conv), value_width, self.value_heads, self.value_heads]
-        mixed, z, a, b = self.projection(x).split(sizes, dim=-1)
+        mixed, z, a, b = self.projection(x, norm).split(sizes, dim=-1)
         gates = gated_delta_gates(a, b, self.decay, self.dt_bias)
         attended = self._attend(*self._convolve(mixed, rows, memory), *gates, rows, memory)
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        return self.output(self.norm(attended, z).flatten(1))
+        return self.output(self.norm(attended, z).flatten(1), residual=x)
 
     def _convolve(self, mixed: torch.Tensor, rows: Rows, memory: DeltaState) -> tuple[torch.Tensor, ...]:
         """Query and key of unit length and value, one row per token, in fp32."""

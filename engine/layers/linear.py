@@ -5,15 +5,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.layers.norm import RMSNorm
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = W x.  weight [outputs, inputs]"""
+    """y = W norm(x) + residual, the norm and the residual where they are given.  weight [outputs, inputs]"""
 
     weight: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+    def __call__(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = F.linear(norm(x) if norm else x, self.weight)
+        return y if residual is None else residual + y
 
 
 def linear(weight: torch.Tensor) -> Linear:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
 from engine.ops.quantize_rows import quantize_rows, quantize_silu_mul
 from engine.ops.quantized_embedding import quantized_embedding
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
@@ -15,7 +16,7 @@ from engine.ops.route import route
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """y = W x, the matrices one above the other; x is rounded to 8 bits once.
+    """y = W norm(x) + residual, the matrices one above the other; norm(x) is rounded to 8 bits once.
 
     dtype  of y; that of x when not given
     """
@@ -23,9 +24,12 @@ class QuantizedLinear:
     weights: tuple[QuantizedWeight, ...]
     dtype: torch.dtype | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = quantize_rows(x)
-        parts = [quantized_linear(rows, weight, self.dtype or x.dtype) for weight in self.weights]
+    def __call__(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """residual  only where there is one matrix"""
+        rows = quantize_rows(norm(x) if norm else x)
+        parts = [quantized_linear(rows, weight, self.dtype or x.dtype, residual) for weight in self.weights]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -45,9 +49,9 @@ class QuantizedMlp:
     gate_up: QuantizedWeight
     down: QuantizedWeight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        inner = quantized_linear(quantize_rows(x), self.gate_up, torch.float32)
-        return quantized_linear(quantize_silu_mul(inner), self.down, x.dtype)
+    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        inner = quantized_linear(quantize_rows(norm(x)), self.gate_up, torch.float32)
+        return quantized_linear(quantize_silu_mul(inner), self.down, x.dtype, residual=x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,9 @@ class QuantizedMoe:
     experts: QuantizedExperts
     num_chosen: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.router(x).float()
+    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        normed = norm(x)
+        logits = self.router(normed).float()
         chosen, weights = route(logits[:, :-1], self.num_chosen)
         weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
-        return quantized_experts(quantize_rows(x), chosen, weights, self.experts, x.dtype)
+        return quantized_experts(quantize_rows(normed), chosen, weights, self.experts, x.dtype, residual=x)

@@ -112,8 +112,8 @@ class _Builder:
         num_chosen = self._config.feed_forward.num_experts_per_tok
         if isinstance(gate_up, QuantizedWeight):
             return QuantizedMoe(router, QuantizedExperts(gate_up, down, shared_gate_up, shared_down), num_chosen)
-        shared = self._mlp(prefix + "shared_expert.")
-        return SparseMoe(router, gate_up.to(self._dtype), down.to(self._dtype), shared, num_chosen)
+        shared = (linear(matrix.to(self._dtype)) for matrix in (shared_gate_up, shared_down))
+        return SparseMoe(router, gate_up.to(self._dtype), down.to(self._dtype), *shared, num_chosen)
 
     def _mlp(self, prefix: str) -> Mlp | QuantizedMlp:
         gate_up, down = self._read(prefix + "gate_up"), self._read(prefix + "down")

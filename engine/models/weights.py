@@ -131,7 +131,8 @@ class _Builder:
             router=self._linear(prefix + "mlp.gate", prefix + "mlp.shared_expert_gate"),
             gate_up=gate_up,
             down=down,
-            shared=self._mlp(prefix + "mlp.shared_expert."),
+            shared_gate_up=self._linear(*(f"{prefix}mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj"))),
+            shared_down=self._linear(prefix + "mlp.shared_expert.down_proj"),
             num_chosen=ffn.num_experts_per_tok,
         )
 

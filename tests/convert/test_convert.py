@@ -62,8 +62,8 @@ def expected_of_layer(model, index):
     layer, prefix = model._layers[index], f"layers.{index}."
     ffn, mixer = layer.feed_forward, layer.mixer
     found = {prefix + "mlp.router": ffn.router.weight, prefix + "mlp.experts.gate_up": ffn.gate_up}
-    found |= {prefix + "mlp.experts.down": ffn.down, prefix + "mlp.shared_expert.down": ffn.shared.down.weight}
-    found[prefix + "mlp.shared_expert.gate_up"] = ffn.shared.gate_up.weight
+    found |= {prefix + "mlp.experts.down": ffn.down, prefix + "mlp.shared_expert.down": ffn.shared_down.weight}
+    found[prefix + "mlp.shared_expert.gate_up"] = ffn.shared_gate_up.weight
     if hasattr(mixer, "conv"):
         gates = 2 * mixer.value_heads
         weight = mixer.projection.weight

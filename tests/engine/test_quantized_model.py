@@ -8,6 +8,7 @@ from engine.errors import CheckpointError
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
+from engine.layers.norm import RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
 from engine.models.artifact import MANIFEST_FILE
 from engine.models.weights import load_model
@@ -20,6 +21,7 @@ GEOMETRY = Geometry(hidden_size=128, num_experts=4, experts_per_token=2, width=6
 TOKEN_IDS = tuple(range(24))
 # rounding activations to 8 bits, twice
 CLOSE = 0.02
+NORM = RMSNorm(torch.ones(128), 1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,8 @@ def test_linear_stacks_its_matrices(bits):
 def test_mlp(bits):
     (gate_up, plain_gate_up), (down, plain_down) = matrix(bits, 256, 128), matrix(bits, 128, 128)
     x = torch.randn(3, 128)
-    assert relative_error(QuantizedMlp(gate_up, down)(x), Mlp(Linear(plain_gate_up), Linear(plain_down))(x)) < CLOSE
+    expected = Mlp(Linear(plain_gate_up), Linear(plain_down))(x, NORM) - x
+    assert relative_error(QuantizedMlp(gate_up, down)(x, NORM) - x, expected) < CLOSE
 
 
 def test_moe():
@@ -54,8 +57,8 @@ def test_moe():
     stored, plain = zip(*parts, strict=True)
     router = Linear(torch.randn(5, 128))
     x = torch.randn(6, 128)
-    expected = SparseMoe(router, plain[0], plain[1], Mlp(Linear(plain[2]), Linear(plain[3])), 2)(x)
-    assert relative_error(QuantizedMoe(router, QuantizedExperts(*stored), 2)(x), expected) < CLOSE
+    expected = SparseMoe(router, plain[0], plain[1], Linear(plain[2]), Linear(plain[3]), 2)(x, NORM) - x
+    assert relative_error(QuantizedMoe(router, QuantizedExperts(*stored), 2)(x, NORM) - x, expected) < CLOSE
 
 
 def test_embedding():
