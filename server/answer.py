@@ -74,7 +74,12 @@ async def start_answer(
     choices: list[Choice] = []
     for prompt in prompts:
         params = sampling(prompt)
-        own_rules = replace(rules, starts_in_thought=prompt.starts_in_thought, calls_end_thought=form is None)
+        own_rules = replace(
+            rules,
+            starts_in_thought=prompt.starts_in_thought,
+            splits_reasoning=rules.splits_reasoning and not prompt.starts_in_content,
+            calls_end_thought=form is None,
+        )
         if form is not None or budget is not None:
             found = await model.in_worker(constraint_of, form, budget, prompt.starts_in_thought, model.thought_end)
             params = replace(params, constraint=found)

@@ -12,6 +12,7 @@ import engine
 from server.answer import Answer, end_of_stream, start_answer
 from server.auth import Caller
 from server.choice import Delta
+from server.continuation import Ending, check_form, prompt_ending
 from server.errors import BadRequestError, from_exception
 from server.grammar import (
     AnswerForm,
@@ -25,6 +26,7 @@ from server.grammar import (
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
+from server.prompt import MESSAGES
 from server.protocol import ChatRequest
 from server.reasoning import Reasoning
 from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
@@ -42,6 +44,7 @@ class ChatPlan:
 
     tools       declarations for the template, as the client wrote them
     options     the template's options
+    ending      where the prompt ends
     """
 
     body: ChatRequest
@@ -50,6 +53,7 @@ class ChatPlan:
     budget: ThoughtBudget | None
     tools: list[dict[str, Any]]
     options: dict[str, Any]
+    ending: Ending
     logprobs: int | None
     num_choices: int
 
@@ -85,7 +89,10 @@ class ChatCompletions:
         return json_response(await unless_disconnected(request, _whole(chat)))
 
     async def _start(self, plan: ChatPlan, model: ServedModel, caller: Caller) -> ChatAnswer:
-        prompt = await model.in_worker(model.prompts.chat, plan.body.messages, plan.tools, plan.options)
+        prompt = await model.in_worker(
+            model.prompts.chat, plan.body.messages, plan.tools, plan.options, MESSAGES, plan.ending
+        )
+        check_form(plan.form is not None, plan.ending, prompt.starts_in_thought)
         answer = await start_answer(
             self._serving,
             model,
@@ -126,6 +133,7 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
         budget=thought_budget(body.thinking_token_budget, "thinking_token_budget"),
         tools=tools,
         options=model.prompts.options(body.chat_template_kwargs, body.reasoning_effort, body.enable_thinking),
+        ending=prompt_ending(body.add_generation_prompt, body.continue_final_message),
         logprobs=num_logprobs(body.logprobs, body.top_logprobs),
         num_choices=body.n or 1,
     )

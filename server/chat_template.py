@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from server.continuation import FIELD, with_end
 from server.errors import BadRequestError
 
 # Unicode's noncharacters: no text has a use for them
@@ -32,9 +33,21 @@ class ChatTemplate:
         self.variables = meta.find_undeclared_variables(environment.parse(source))
 
     def render(
-        self, messages: Sequence[Any], tools: Sequence[Any] | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        *,
+        opens_answer: bool = True,
+        continues: str | None = None,
     ) -> tuple[str, str]:
-        """The prompt with its marks, and the mark. raises BadRequestError when the template refuses the messages"""
+        """The prompt with its marks, and the mark.
+
+        opens_answer  the prompt ends where a new answer begins
+        continues     it ends inside this part of the last message
+
+        raises        BadRequestError when the template refuses the messages
+        """
         if taken := RESERVED & set(options):
             raise BadRequestError(
                 f"chat_template_kwargs.{min(taken)} is set by the server; leave it out", param="chat_template_kwargs"
@@ -42,16 +55,24 @@ class ChatTemplate:
         mark = MARKS[0]
         try:
             mark = choose_mark((messages, tools, dict(options)))
+            guarded, end = guard(messages, mark), 2 * mark
             prompt = self._template.render(
-                messages=guard(messages, mark),
+                messages=with_end(guarded, continues, end) if continues else guarded,
                 tools=guard(tools, mark) if tools else None,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
                 **guard(dict(options), mark),
             )
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).replace(mark, "")
             raise BadRequestError(f"The chat template refuses these messages: {reason}", param="messages") from error
-        return prompt, mark
+        return _until(prompt, end) if continues else prompt, mark
+
+
+def _until(prompt: str, end: str) -> str:
+    before, found, _ = prompt.rpartition(end)
+    if not found:
+        raise BadRequestError(f"{FIELD}: the chat template leaves the end of the last message out.", param=FIELD)
+    return before
 
 
 def choose_mark(value: Any) -> str:

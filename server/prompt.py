@@ -8,6 +8,7 @@ from typing import Any
 
 from server.chat_template import ChatTemplate
 from server.checkpoint import TextFiles
+from server.continuation import Ending, open_part
 from server.errors import BadRequestError, PromptTooLongError, UnsupportedError
 from server.protocol import ChatMessage, ContentPart
 from server.reasoning import is_open
@@ -29,10 +30,12 @@ EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """starts_in_thought: the rendered text ends with an open `<think>`"""
+    """starts_in_thought: the rendered text ends with an open `<think>`, or inside the thought that follows it;
+    starts_in_content: it ends inside an answer, where `<think>` is a text like any other"""
 
     token_ids: tuple[int, ...]
     starts_in_thought: bool = False
+    starts_in_content: bool = False
 
 
 class PromptBuilder:
@@ -49,16 +52,22 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         field: str = MESSAGES,
+        ending: Ending = "answer",
     ) -> Prompt:
         """field  that the client wrote the messages in. raises BadRequestError, PromptTooLongError"""
         check_levels(tools)
         turns = conversation(messages, field)
+        part = open_part(turns[-1], bool(tools), options) if ending == "last message" else None
         try:
-            marked, mark = self._template.render(turns, tools, options)
+            marked, mark = self._template.render(turns, tools, options, opens_answer=ending == "answer", continues=part)
         except BadRequestError as error:
             error.param = field if error.param == MESSAGES else error.param
             raise
-        return Prompt(self._within_limit(self._encoder.encode_prompt, marked, mark, param=field), is_open(marked))
+        return Prompt(
+            self._within_limit(self._encoder.encode_prompt, marked, mark, param=field),
+            starts_in_thought=is_open(marked) or part == "reasoning_content",
+            starts_in_content=part == "content",
+        )
 
     def text(self, text: str) -> Prompt:
         """A bare prompt, in which the caller writes the control tokens. raises PromptTooLongError"""

@@ -43,7 +43,7 @@ REFUSED = {
     "suffix": "text is only continued at its end",
     "echo": "the prompt is not repeated",
     "bad_words": "use logit_bias",
-    "continue_final_message": "an answer is always a new message",
+    "continue_final_message": "only chat completions have it",
 }
 
 
@@ -119,6 +119,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -146,6 +148,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

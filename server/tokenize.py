@@ -6,9 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.auth import Caller
+from server.continuation import prompt_ending
 from server.errors import BadRequestError
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
+from server.prompt import MESSAGES
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.serving import Serving
 from server.tool_schema import declared_tools
@@ -53,7 +55,8 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     if body.messages is None:
         return model.prompts.text(body.prompt or "").token_ids
     options = model.prompts.options(body.chat_template_kwargs, None, None)
-    return model.prompts.chat(body.messages, declared_tools(body.tools), options).token_ids
+    ending = prompt_ending(body.add_generation_prompt, body.continue_final_message)
+    return model.prompts.chat(body.messages, declared_tools(body.tools), options, MESSAGES, ending).token_ids
 
 
 def _spell(token_ids: list[int], model: ServedModel) -> str:

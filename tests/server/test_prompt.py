@@ -47,8 +47,9 @@ def family(files, checkpoints, generation):
 def build(family):
     encoder = TextEncoder(family.vocabulary)
 
-    def build(turns, tools=(), max_model_len=262_144, **options):
-        return PromptBuilder(family, encoder, max_model_len).chat(messages(*turns), tools, options)
+    def build(turns, tools=(), max_model_len=262_144, ending="answer", **options):
+        builder = PromptBuilder(family, encoder, max_model_len)
+        return builder.chat(messages(*turns), tools, options, ending=ending)
 
     return build
 
