@@ -28,6 +28,10 @@ class ForwardBatch:
     commits         True: the rows are certain (prompt) and advance the GDN state at once.
                     False: at most MAX_PENDING_ROWS rows per request, left pending beside the state until the next
                     pass says through num_accepted how many of them stand.
+
+    What follows is known on the host, so that nothing has to wait for the device:
+    num_rows        rows of each request
+    max_context     no context is longer; what is launched for a pass may depend on it, results may not
     """
 
     token_ids: torch.Tensor
@@ -39,6 +43,8 @@ class ForwardBatch:
     state_slots: torch.Tensor
     num_accepted: torch.Tensor
     commits: bool
+    num_rows: tuple[int, ...]
+    max_context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +102,6 @@ def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool)
         state_slots=slots,
         num_accepted=torch.tensor([r.num_accepted for r in rows], dtype=torch.int32, device=device),
         commits=commits,
+        num_rows=tuple(len(r.token_ids) for r in rows),
+        max_context=max(r.end for r in rows),
     )

@@ -17,6 +17,8 @@ class Rows:
     state_slots   [requests] int64
     num_accepted  [requests] int32
     commits       whether the rows advance the Gated DeltaNet state at once
+    num_rows      rows of each request, known on the host
+    max_context   no context is longer
     """
 
     cos: torch.Tensor
@@ -28,3 +30,5 @@ class Rows:
     state_slots: torch.Tensor
     num_accepted: torch.Tensor
     commits: bool
+    num_rows: tuple[int, ...]
+    max_context: int

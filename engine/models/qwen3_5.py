@@ -98,4 +98,6 @@ class Qwen3_5:
             state_slots=batch.state_slots,
             num_accepted=batch.num_accepted,
             commits=batch.commits,
+            num_rows=batch.num_rows,
+            max_context=batch.max_context,
         )

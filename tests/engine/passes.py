@@ -40,6 +40,8 @@ class Runner:
             state_slots=torch.tensor(requests),
             num_accepted=torch.tensor([(accepted or {}).get(r, 0) for r in requests]).int(),
             commits=commits,
+            num_rows=tuple(counts),
+            max_context=max(starts[r] + len(rows[r]) for r in requests),
         )
 
     def forward(self, rows, starts, commits, accepted=None):
