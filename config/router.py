@@ -174,6 +174,17 @@ class RouterConfig(Section):
     log_format: Literal["json", "text"] = "json"
     """One JSON object per line, or words for a terminal."""
 
+    otlp_endpoint: str | None = None
+    """OpenTelemetry collector that gets a span for each request and attempt, by OTLP over HTTP, like
+    `http://collector:4318`; needs `pip install 'longlane[otel]'`."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_collector_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} must start with http:// or https://")
+        return None if url is None else url.rstrip("/").removesuffix("/v1/traces")
+
     @field_validator("redis_url")
     @classmethod
     def _is_redis_url(cls, url: SecretStr | None) -> SecretStr | None:

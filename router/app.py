@@ -37,6 +37,8 @@ from router.proxy import Call, Proxy
 from router.quota import Usage, limit_headers
 from router.retries import OpenRequests, is_retry
 from router.route import Route
+from router.trace import Tracing
+from router.tracing import start_tracing
 from router.transport import Transport
 from router.worker import Worker
 
@@ -58,9 +60,11 @@ FIXED = (
     "drain_s",
     "log_level",
     "log_format",
+    "otlp_endpoint",
 )
 # before any path: tells where the request would go, and sends it nowhere
 EXPLAIN = "/explain"
+HEALTH_PATHS = ("/health", "/ready")
 # where a stream tells its usage only when asked
 USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _log = logging.getLogger("longlane.router")
@@ -70,8 +74,9 @@ _access = logging.getLogger("longlane.router.access")
 class Gateway:
     """Everything it needs is built here and started by the server's lifespan."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, tracing: Tracing | None = None) -> None:
         self.config = config
+        self._tracing = tracing or start_tracing(config)
         self.workers: dict[str, Worker] = {}
         self.metrics = Metrics()
         self._auth = Auth(config.keys_file)
@@ -142,6 +147,7 @@ class Gateway:
         await self._health.aclose()
         await self._transport.aclose()
         await self._limits.aclose()
+        await self._tracing.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _say_start(self) -> None:
@@ -166,6 +172,8 @@ class Gateway:
 
     async def _serve(self, exchange: Exchange) -> None:
         exchange.extra_headers = origin_headers(exchange.headers, self.config.cors_origins)
+        if exchange.path not in HEALTH_PATHS:
+            exchange.trace = self._tracing.begin(exchange.method, exchange.api, exchange.headers)
         with self.metrics.open_requests.track_inprogress():
             try:
                 await self._answer_or_refuse(exchange)
@@ -199,7 +207,7 @@ class Gateway:
                 await exchange.refuse(GatewayError("the gateway failed on this request; its log says why"))
 
     async def _answer(self, exchange: Exchange) -> None:
-        if exchange.method == "GET" and exchange.path in ("/health", "/ready"):
+        if exchange.method == "GET" and exchange.path in HEALTH_PATHS:
             await self._tell_health(exchange)
             return
         if exchange.headers.get("upgrade", "").lower() == "websocket":
@@ -234,6 +242,7 @@ class Gateway:
             ask = read_ask(body, exchange.headers.get("x-session-id"), tenant)
         else:
             ask = Ask(text_bytes=text_bytes(body))
+        exchange.model = ask.model
         decision = self._decide(ask, asked, key)
         exchange.notes |= {"lane": decision.lane, "reason": decision.reason, "stream": ask.is_stream}
         priority = key.priority if key else 0
@@ -327,8 +336,9 @@ class Gateway:
             self.metrics.duration.labels(chosen).observe(seconds)
             if exchange.first_byte_at is not None:
                 self.metrics.first_byte.labels(chosen).observe(exchange.first_byte_at - exchange.started_at)
-        if exchange.path not in ("/health", "/ready"):
+        if exchange.path not in HEALTH_PATHS:
             _access.info("request", extra={"fields": _access_fields(exchange, seconds)})
+        exchange.trace.end(_span_attributes(exchange), exchange.status)
 
 
 def _check_media_type(exchange: Exchange, asked: Route, key: Key | None) -> bool:
@@ -378,3 +388,23 @@ def _access_fields(exchange: Exchange, seconds: float) -> dict[str, Any]:
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
     } | exchange.notes
+
+
+def _span_attributes(exchange: Exchange) -> dict[str, Any]:
+    """Never content. None where there is nothing to tell."""
+    notes, counts = exchange.notes, exchange.counts
+    return {
+        "url.path": exchange.path[:200],
+        "http.response.status_code": exchange.status,
+        "error.type": notes.get("error"),
+        "gen_ai.request.model": exchange.model[:200] if exchange.model is not None else None,
+        "gen_ai.usage.input_tokens": counts.get("prompt"),
+        "gen_ai.usage.cache_read.input_tokens": counts.get("cached"),
+        "gen_ai.usage.output_tokens": counts.get("output"),
+        "longlane.request_id": exchange.request_id,
+        "longlane.key": notes.get("key"),
+        "longlane.lane": notes.get("lane"),
+        "longlane.reason": notes.get("reason"),
+        "longlane.upstream": notes.get("upstream"),
+        "longlane.client_gone": notes.get("client_gone"),
+    }

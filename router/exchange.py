@@ -17,6 +17,7 @@ from router.errors import (
 )
 from router.retries import Open
 from router.route import api_of
+from router.trace import UNTRACED, Trace
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -45,6 +46,8 @@ class Exchange:
         self.counts: dict[str, int] = {}
         self.on_finish: Callable[[], Awaitable[None]] | None = None
         self.opened: Open | None = None
+        self.model: str | None = None
+        self.trace: Trace = UNTRACED
         self.notes: dict[str, Any] = {}
 
     async def read_body(self, max_bytes: int, silence_s: float) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from config import RouterConfig
+from config import RouterConfig, Upstream
 from router import policy
 from router.ask import Ask
 from router.counts import body_counts, response_id
@@ -125,7 +125,9 @@ class Proxy:
 
     async def _attempt(self, call: Call, worker: Worker, rest: list[Worker]) -> list[Worker]:
         """The workers to try next; none once the client has its answer."""
-        with worker.lease(), self._metrics.in_flight.labels(worker.name).track_inprogress():
+        trace = call.exchange.trace
+        in_flight = self._metrics.in_flight.labels(worker.name)
+        with worker.lease(), in_flight.track_inprogress(), trace.attempt(worker.upstream, call.exchange.method):
             try:
                 response = await self._open(call, worker)
             except (UnreachableError, BrokenConnectionError) as error:
@@ -133,6 +135,7 @@ class Proxy:
                 worker.note_failure(time.monotonic())
                 if not rest:
                     raise
+                trace.note_failure(error)
                 return self._fail_over(call, worker, "connection", rest)
             except UpstreamError:
                 worker.note_failure(time.monotonic())
@@ -153,9 +156,15 @@ class Proxy:
             worker.name,
             exchange.method,
             f"{upstream.url}{call.route.path}{query}",
-            upstream_headers(exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret),
+            exchange.trace.passed_on(self._headers(call, upstream)),
             self._body(call, worker),
             first_byte_s(self.config, call.ask.is_stream, call.decision.prompt_tokens),
+        )
+
+    def _headers(self, call: Call, upstream: Upstream) -> dict[str, str]:
+        exchange = call.exchange
+        return upstream_headers(
+            exchange.headers, upstream, exchange.request_id, call.tenant, call.priority, self._secret
         )
 
     def _body(self, call: Call, worker: Worker) -> bytes:
@@ -172,6 +181,7 @@ class Proxy:
         return without_usage_event if call.adds_usage else None
 
     async def _answer(self, call: Call, worker: Worker, response: httpx.Response, rest: list[Worker]) -> list[Worker]:
+        call.exchange.trace.note_status(response.status_code)
         if response.status_code in BROKEN_STATUS:
             worker.note_failure(time.monotonic())
         if response.status_code in FAILOVER_STATUS and rest:
@@ -252,6 +262,7 @@ class Proxy:
     def _note_end(self, call: Call, worker: Worker, status: int, failure: GatewayError | None) -> None:
         if failure is not None:
             call.exchange.notes["error"] = failure.code
+            call.exchange.trace.note_failure(failure)
             self._metrics.broken_streams.labels(worker.name).inc()
             worker.note_failure(time.monotonic())
             return

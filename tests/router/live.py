@@ -13,6 +13,7 @@ import uvloop
 from config import RouterConfig, Upstream
 from router.app import Gateway
 from router.listen import bind, http_server
+from router.trace import Tracing
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> float:
@@ -184,12 +185,12 @@ class RunningGateway:
 
 @contextlib.contextmanager
 def running_gateway(
-    threads: LoopThread, *upstreams: Upstream, wait: bool = True, **settings
+    threads: LoopThread, *upstreams: Upstream, wait: bool = True, tracing: Tracing | None = None, **settings
 ) -> Iterator[RunningGateway]:
     """wait: until every upstream was checked once."""
     config = RouterConfig(port=0, upstreams=upstreams, **({"health_interval_s": 0.1} | settings))
     listener = bind(config.host, config.port, "--port")
-    app = Gateway(config)
+    app = Gateway(config, tracing)
     server = http_server(config, app, "on")
     task = asyncio.run_coroutine_threadsafe(server.serve([listener]), threads.loop)
     try:
