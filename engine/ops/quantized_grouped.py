@@ -1,0 +1,125 @@
+"""Chosen experts and the shared one over quantised weights, for the many rows of a prompt."""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.ops.quantized_dot import is_interpreted
+from engine.ops.quantized_experts import QuantizedExperts
+from engine.ops.quantized_matmul import (
+    MatmulShape,
+    dense_shape,
+    launch_matmul,
+    quantized_matmul,
+    quantized_matmul_reference,
+    quantized_swiglu,
+    quantized_swiglu_reference,
+)
+
+
+def quantized_grouped_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: QuantizedExperts,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[r] = sum_j weights[r, j] * down_e (silu(gate_e x[r]) * up_e x[r]) (+ residual),  e = chosen[r, j]
+
+    The last j is the shared expert. Activations are not rounded to 8 bits, unlike in quantized_experts.
+
+    x         [rows, hidden] bf16
+    chosen    [rows, num_chosen] int64
+    weights   [rows, num_chosen + 1] fp32
+    residual  [rows, hidden]
+    return    [rows, hidden]  of dtype
+    """
+    if x.is_cuda:
+        return quantized_grouped_experts_triton(x, chosen, weights, experts, dtype, residual)
+    return quantized_grouped_experts_reference(x, chosen, weights, experts, dtype, residual)
+
+
+def quantized_grouped_experts_reference(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: QuantizedExperts,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shared = _expert_reference(x, experts.shared_gate_up, experts.shared_down, wide)
+    y = shared * weights[:, -1:].to(wide)
+    for e in chosen.unique().tolist():
+        row, place = (chosen == e).nonzero(as_tuple=True)
+        output = _expert_reference(x[row], experts.gate_up[e], experts.down[e], wide)
+        y.index_add_(0, row, output * weights[row, place].to(wide).unsqueeze(1))
+    return (y if residual is None else y + residual.to(wide)).to(dtype)
+
+
+def _expert_reference(x: torch.Tensor, gate_up, down, wide: torch.dtype) -> torch.Tensor:
+    return quantized_matmul_reference(quantized_swiglu_reference(x, gate_up), down, wide)
+
+
+def quantized_grouped_experts_triton(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: QuantizedExperts,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    shape: MatmulShape | None = None,
+) -> torch.Tensor:
+    assert weights.is_contiguous() and (residual is None or residual.is_contiguous())
+    num_chosen, num_experts = chosen.shape[1], len(experts.gate_up.words)
+    shape = shape or dense_shape(x.device, chosen.numel() // num_experts)
+    order, blocks = expert_blocks(chosen, num_experts, shape.block_m)
+    inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
+    launch_matmul(x, experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks, gathers=num_chosen)
+    outputs = torch.empty(chosen.numel(), experts.down.rows, dtype=x.dtype, device=x.device)
+    launch_matmul(inner, experts.down, outputs, shape, order=order, blocks=blocks, scatters=True)
+    shared = quantized_matmul(quantized_swiglu(x, experts.shared_gate_up), experts.shared_down, x.dtype)
+    y = torch.empty(len(x), experts.down.rows, dtype=dtype, device=x.device)
+    combine_experts_kernel[(len(x), triton.cdiv(y.shape[1], 1024))](
+        outputs, shared, weights, y if residual is None else residual, y, y.shape[1],
+        CHOSEN=num_chosen, BLOCK=1024, HAS_RESIDUAL=residual is not None,
+        **({} if is_interpreted() else {"num_warps": 4}),
+    )  # fmt: skip
+    return y
+
+
+def expert_blocks(chosen: torch.Tensor, num_experts: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of `chosen` in the order of their experts, and how they are cut into blocks of one expert each.
+
+    return  order [rows * num_chosen] int32; blocks [n, 3] int32: expert, first and end within that order. n depends
+            on shapes alone; blocks that are not needed are empty
+    """
+    flat = chosen.flatten()
+    experts, order = flat.to(torch.int16).sort(stable=True)
+    bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int16, device=flat.device))
+    counts = (bounds.diff() + block_rows - 1) // block_rows
+    ends = counts.cumsum(0)
+    block = torch.arange(min(flat.numel(), flat.numel() // block_rows + num_experts), device=flat.device)
+    expert = torch.searchsorted(ends, block, right=True).clamp_(max=num_experts - 1)
+    # beyond the last block of the last expert the start lies behind the end
+    first = bounds[expert] + (block - (ends - counts)[expert]) * block_rows
+    return order.int(), torch.stack([expert, first, bounds[expert + 1]], dim=1).int()
+
+
+@triton.jit
+def combine_experts_kernel(
+    outputs_ptr, shared_ptr, weights_ptr, residual_ptr, y_ptr, hidden,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden
+    y = tl.load(shared_ptr + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    y *= tl.load(weights_ptr + row * (CHOSEN + 1) + CHOSEN)
+    for j in tl.static_range(CHOSEN):
+        output = tl.load(outputs_ptr + (row * CHOSEN + j) * hidden + column, mask=mask, other=0.0)
+        y += output.to(tl.float32) * tl.load(weights_ptr + row * (CHOSEN + 1) + j)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * hidden + column, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,151 @@
+"""quantized_matmul and its grouped form: against their oracles, for rows in any number and order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.ops.quantized_experts import QuantizedExperts
+from engine.ops.quantized_grouped import (
+    expert_blocks,
+    quantized_grouped_experts_reference,
+    quantized_grouped_experts_triton,
+)
+from engine.ops.quantized_matmul import (
+    MatmulShape,
+    matmul_shape_for,
+    quantized_matmul_kernel,
+    quantized_matmul_reference,
+    quantized_matmul_triton,
+    quantized_swiglu_reference,
+    quantized_swiglu_triton,
+)
+from engine.ops.quantized_weight import dequantize_weight, quantize_weight
+from tests.ops.conftest import assert_matches
+from tests.ops.kernels import IS_INTERPRETED, both, needs_kernels
+from tests.ops.targets import SHARED_MEMORY, compiled
+
+MATMULS = both(quantized_matmul_reference, quantized_matmul_triton)
+SWIGLUS = both(quantized_swiglu_reference, quantized_swiglu_triton)
+GROUPED = both(quantized_grouped_experts_reference, quantized_grouped_experts_triton)
+BITS = pytest.mark.parametrize("bits", [4, 8])
+# products of bf16 round weights and activations; the interpreter multiplies in fp32
+DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
+SMALL = MatmulShape(16, 32, 4, 2)
+
+
+def matrix(bits, *shape, device):
+    return quantize_weight(torch.randn(*shape, device=device) * shape[-1] ** -0.5, bits)[0]
+
+
+def exact_swiglu(x, gate_up):
+    gate, up = (x.double() @ dequantize_weight(gate_up).double().T).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def close(actual, oracle):
+    """Within what bf16 weights cost: 2**-9 a weight, at random."""
+    assert torch.isfinite(actual).all()
+    assert (actual.double() - oracle).norm() <= (1e-5 if actual.dtype == torch.float32 else 6e-3) * oracle.norm()
+
+
+@pytest.mark.parametrize("implementation", MATMULS)
+@BITS
+@pytest.mark.parametrize("rows, outputs, columns", [(1, 16, 64), (19, 50, 128)])
+def test_matches_oracle(implementation, bits, rows, outputs, columns, device):
+    weight = matrix(bits, outputs, columns, device=device)
+    x = torch.randn(rows, columns, device=device, dtype=DTYPE)
+    residual = torch.randn(rows, outputs, dtype=DTYPE, device=device)
+    exact = x.double() @ dequantize_weight(weight).double().T
+    close(implementation(x, weight, DTYPE), exact)
+    close(implementation(x, weight, DTYPE, residual), exact + residual.double())
+
+
+@pytest.mark.parametrize("implementation", SWIGLUS)
+@BITS
+def test_swiglu_matches_oracle(implementation, bits, device):
+    gate_up = matrix(bits, 96, 64, device=device)
+    x = torch.randn(5, 64, device=device, dtype=DTYPE)
+    close(implementation(x, gate_up), exact_swiglu(x, gate_up))
+
+
+@pytest.mark.parametrize("implementation", MATMULS)
+def test_rows_may_lie_apart(implementation, device):
+    weight = matrix(4, 16, 64, device=device)
+    wide = torch.randn(3, 192, device=device, dtype=DTYPE)
+    part = wide[:, 64:128]
+    assert torch.equal(implementation(part, weight, DTYPE), implementation(part.contiguous(), weight, DTYPE))
+
+
+def example(rows, device, num_experts=5, num_chosen=2):
+    experts = QuantizedExperts(
+        gate_up=matrix(4, num_experts, 64 * 2, 64, device=device),
+        down=matrix(4, num_experts, 64, 64, device=device),
+        shared_gate_up=matrix(8, 128, 64, device=device),
+        shared_down=matrix(8, 64, 64, device=device),
+    )
+    chosen = torch.stack([torch.randperm(num_experts, device=device)[:num_chosen] for _ in range(rows)])
+    return experts, chosen, torch.rand(rows, num_chosen + 1, device=device)
+
+
+def naive(x, chosen, weights, experts):
+    y = torch.zeros(len(x), experts.down.rows, dtype=torch.float64, device=x.device)
+    for r in range(len(x)):
+        pairs = [(experts.gate_up[e], experts.down[e]) for e in chosen[r].tolist()]
+        pairs.append((experts.shared_gate_up, experts.shared_down))
+        for (gate_up, down), weight in zip(pairs, weights[r].double(), strict=True):
+            y[r] += weight * (exact_swiglu(x[r : r + 1], gate_up) @ dequantize_weight(down).double().T)[0]
+    return y
+
+
+@pytest.mark.parametrize("implementation", GROUPED)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_experts_match_naive_sum(implementation, rows, device):
+    experts, chosen, weights = example(rows, device)
+    x = torch.randn(rows, 64, device=device, dtype=DTYPE)
+    residual = torch.randn(rows, 64, device=device, dtype=DTYPE)
+    exact = naive(x, chosen, weights, experts)
+    close(implementation(x, chosen, weights, experts, DTYPE, residual), exact + residual.double())
+
+
+@needs_kernels
+def test_all_rows_choose_one_expert(device):
+    experts, chosen, weights = example(40, device)
+    chosen[:] = torch.tensor([4, 1], device=device)
+    x = torch.randn(40, 64, device=device, dtype=DTYPE)
+    actual = quantized_grouped_experts_triton(x, chosen, weights, experts, DTYPE, shape=SMALL)
+    close(actual, naive(x, chosen, weights, experts))
+
+
+@pytest.mark.parametrize("rows, block_rows", [(1, 16), (7, 2), (64, 16)])
+def test_blocks_cover_every_row_once(rows, block_rows):
+    _, chosen, _ = example(rows, "cpu")
+    order, blocks = expert_blocks(chosen, 5, block_rows)
+    found = [place for expert, first, end in blocks.tolist() for place in range(first, min(end, first + block_rows))]
+    assert sorted(found) == list(range(chosen.numel()))
+    for expert, first, end in blocks.tolist():
+        places = order[first : min(end, first + block_rows)].long()
+        assert (chosen.flatten()[places] == expert).all()
+
+
+def test_matches_the_fixed_tolerance_in_fp32():
+    weight = matrix(8, 32, 128, device="cpu")
+    x = torch.randn(9, 128)
+    exact = x.double() @ dequantize_weight(weight).double().T
+    assert_matches(quantized_matmul_reference(x, weight, torch.float32), exact)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("is_swiglu", [False, True])
+@pytest.mark.parametrize("capability", [86, 90])
+def test_compiles_within_shared_memory(capability, is_swiglu):
+    shape = matmul_shape_for((capability // 10, capability % 10), 4096)
+    pointers = {"x": "bf16", "bytes": "i8", "scales": "fp16", "y": "bf16", "residual": "bf16", "order": "i32"}
+    types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
+    types |= dict.fromkeys(("x_stride", "rows", "outputs", "groups", "tiles"), "i32")
+    constants = {
+        "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n // (2 if is_swiglu else 1),
+        "NUM_STAGES": shape.num_stages, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu, "IS_GROUPED": True,
+        "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "INTERPRETED": False,
+    }  # fmt: skip
+    made = compiled(quantized_matmul_kernel, capability, types, constants, shape.num_warps)
+    assert made.metadata.shared <= SHARED_MEMORY[capability]
