@@ -1,28 +1,29 @@
-"""The loop's body: schedule, run, update."""
+"""The loop's body: schedule, launch, update."""
 
 import secrets
 from dataclasses import replace
 
 from engine.constraint import Constraints
 from engine.errors import QueueFullError
-from engine.model_runner import ModelRunner
+from engine.model_runner import Runner
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
-from engine.scheduler import Scheduler
+from engine.scheduler import Schedule, Scheduler
 
 
 class EngineCore:
     """Requests in, events out, one step at a time. Lives in the engine process, on one thread."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: ModelRunner, constraints: Constraints) -> None:
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: Runner, constraints: Constraints) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
         self._aborted: list[TokenEvent] = []
+        self._in_flight: Schedule | None = None
 
     @property
     def is_idle(self) -> bool:
-        return not self._scheduler.has_requests and not self._aborted
+        return not self._scheduler.has_requests and not self._aborted and self._in_flight is None
 
     def add(self, request: Request) -> None:
         """Takes a request that check_request has passed. raises QueueFullError, SamplingError"""
@@ -41,14 +42,23 @@ class EngineCore:
             self._constraints.remove(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """At most one chunk of prompt tokens, and one round of tokens for every request that decodes."""
+        """At most one chunk of prompt tokens, and one round of tokens for every request that decodes.
+
+        A runner that is ahead has its next pass before the outcomes of the last one are looked at, so that it never
+        waits for the host; its events come one step later.
+        """
         events, self._aborted = self._aborted, []
         schedule = self._scheduler.schedule()
-        if schedule.is_empty:
-            return events
-        outcomes = self._runner.run(schedule)
-        events += [self._closed(event) for event in self._scheduler.update(schedule, outcomes)]
-        self._runner.keep(self._scheduler.copies)
+        if not schedule.is_empty:
+            self._runner.launch_forward(schedule)
+        if self._in_flight is not None:
+            events += self._collect(self._in_flight)
+        self._in_flight = None if schedule.is_empty else schedule
+        if self._in_flight is not None:
+            self._runner.launch_sampling()
+            if not self._runner.is_ahead:
+                events += self._collect(self._in_flight)
+                self._in_flight = None
         return events
 
     def stats(self) -> EngineStats:
@@ -58,6 +68,11 @@ class EngineCore:
         """Asserts that nothing is held by a request that is gone."""
         self._scheduler.check_integrity()
         assert self._scheduler.has_requests or not len(self._constraints), "a constraint outlived its request"
+
+    def _collect(self, schedule: Schedule) -> list[TokenEvent]:
+        events = [self._closed(event) for event in self._scheduler.update(schedule, self._runner.collect())]
+        self._runner.keep(self._scheduler.copies)
+        return events
 
     def _closed(self, event: TokenEvent) -> TokenEvent:
         """A finished request leaves its constraint. If that gave out, the output is cut short, not complete."""

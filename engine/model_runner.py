@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -45,8 +46,33 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...]
 
 
+class Runner(Protocol):
+    """Runs schedules in the order in which they are launched. A pass has two parts, so that what a grammar allows can be
+    worked out while the first one runs.
+
+    is_ahead  a schedule may be launched before the outcomes of the one before it were collected
+    """
+
+    is_ahead: bool
+
+    def launch_forward(self, schedule: Schedule) -> None:
+        """Rows in, hidden states out; afterwards schedule.copies."""
+
+    def launch_sampling(self) -> None:
+        """Chooses tokens after the rows of the last forward pass. What was collected before is taken into account."""
+
+    def collect(self) -> list[Outcome]:
+        """Waits for the oldest pass that was not collected: one outcome per request in its schedule.sampled."""
+
+    def keep(self, copies: Sequence[SnapshotCopy]) -> None:
+        """Copies states as the pass that was collected last left them in their slots, whether or not their requests are
+        still there."""
+
+
 class ModelRunner:
-    """Owns the model and what requests have on the device, by slot and by block."""
+    """Runs each schedule to its end at once. Owns the model and what requests have on the device, by slot and block."""
+
+    is_ahead = False
 
     def __init__(
         self,
@@ -66,21 +92,30 @@ class ModelRunner:
         self._snapshots = snapshots
         self._drafter = Drafter(model, kv, sampler, tables, num_drafts) if num_drafts else None
         self._last_hidden: dict[int, tuple[int, torch.Tensor]] = {}
+        self._schedule = Schedule()
+        self._spans: list[Span] = []
+        self._hidden = torch.empty(0)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> list[Outcome]:
-        """One outcome per request in schedule.sampled, in that order."""
+    def launch_forward(self, schedule: Schedule) -> None:
         self._prepare(schedule)
-        spans = spans_of(schedule)
-        hidden = self._forward(spans, num_chunks=len(schedule.chunks))
+        self._schedule, self._spans = schedule, spans_of(schedule)
+        self._hidden = self._forward(self._spans, num_chunks=len(schedule.chunks))
+
+    def launch_sampling(self) -> None:
+        """Nothing yet: who calls `collect` at once need not wait before it."""
+
+    @torch.inference_mode()
+    def collect(self) -> list[Outcome]:
+        spans, hidden = self._spans, self._hidden
         found = self._sample([span for span in spans if span.num_sampled], hidden)
         drafts = self._draft(spans, found, hidden)
         self._last_hidden = {span.state.slot: (span.rows.start, hidden[span.first_row :]) for span in spans}
+        self.keep(self._schedule.copies)
         return [Outcome(choice.token_ids, choice.logprobs, drafts.get(slot, ())) for slot, choice in found.items()]
 
     @torch.inference_mode()
     def keep(self, copies: Sequence[SnapshotCopy]) -> None:
-        """Copies states as the last run left them in their slots, whether or not their requests are still there."""
         for copy in copies:
             assert self._snapshots is not None
             if copy.num_folded:

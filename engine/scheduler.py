@@ -13,7 +13,7 @@ from engine.cache.prefix_cache import CachedPath, Hit, PrefixCache
 from engine.errors import QueueFullError
 from engine.request import EngineStats, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 
-log = logging.getLogger("longlane.engine")
+log = logging.getLogger("longlane.engine.reuse")
 
 
 class RequestStatus(enum.Enum):
@@ -31,6 +31,7 @@ class RequestState:
     token_ids            prompt and output so far
     num_computed_tokens  tokens whose KV and GDN state stand
     num_accepted_rows    rows of its last pass that stand but are not yet folded into the GDN state
+    num_in_flight        passes that were scheduled and will give it tokens
     num_cached_tokens    of its prompt that were not computed again
     draft_token_ids      MTP's proposal for what follows token_ids
     block_ids            KV blocks, in order of position
@@ -49,6 +50,7 @@ class RequestState:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_accepted_rows: int = 0
+    num_in_flight: int = 0
     num_cached_tokens: int = 0
     draft_token_ids: tuple[int, ...] = ()
     block_ids: list[int] = field(default_factory=list)
@@ -78,6 +80,11 @@ class RequestState:
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.num_prompt_tokens
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it can still run once the passes in flight have given it one token each, the least that they may."""
+        return self.num_output_tokens + self.num_in_flight < self.request.sampling.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -99,12 +106,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotCopy:
+    """The state of a slot's request after `position` tokens, to be copied once its pass has run.
+
+    index       of the snapshot
+    num_folded  rows of the pass that the state needs to get there; what comes after them stays pending
+    """
+
+    slot: int
+    index: int
+    position: int
+    num_folded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """What one step computes: some prompt tokens, and one pass over the last token and the drafts of every request
-    that decodes."""
+    that decodes.
+
+    copies  states that stand after the chunks and are to be kept
+    """
 
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[RequestState, ...] = ()
+    copies: tuple[SnapshotCopy, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -125,20 +150,6 @@ class Outcome:
     draft_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotCopy:
-    """The state of a slot's request after `position` tokens, to be copied once the step is done.
-
-    index       of the snapshot
-    num_folded  rows of the pass that the state needs to get there; what comes after them stays pending
-    """
-
-    slot: int
-    index: int
-    position: int
-    num_folded: int = 0
-
-
 class Scheduler:
     """Makes every request's num_computed_tokens catch up with its number of tokens; there are no phases.
 
@@ -147,6 +158,10 @@ class Scheduler:
 
     What it reuses is decided with its first chunk, not before: what others compute meanwhile counts, and the snapshot
     that it starts from cannot be given up in between. Admission reserves as if nothing were reused; a hit gives back.
+
+    A schedule counts as run as soon as it is made: what it does to prompts is certain. What it gives to outputs is known
+    to `update` alone, and the next schedule may be made before that. It goes on with the same requests then, takes
+    blocks for as many tokens as may have been accepted, and what it gives to a request that has ended is dropped.
 
     Who owns what: the scheduler owns pool, prefix cache and slots; a RequestState holds blocks, promises and a slot
     from `_admit` to `_release`, and nothing before or after.
@@ -213,39 +228,40 @@ class Scheduler:
         return TokenEvent(request_id, finish_reason="abort", num_cached_tokens=state.num_cached_tokens)
 
     def schedule(self) -> Schedule:
+        """What to run after everything that was scheduled before."""
         while self._waiting and self._admit(self._waiting[0]):
             del self._waiting[0]
-        schedule = Schedule(
-            chunks=tuple(self._cut_chunks()),
-            decodes=tuple(state for state in self._running if not state.is_prefilling),
-        )
-        for chunk in schedule.chunks:
-            self._cover(chunk.state, chunk.end)
-        for state in schedule.decodes:
-            self._cover(state, len(state.token_ids) + len(state.draft_token_ids))
+        decodes = tuple(state for state in self._running if not state.is_prefilling and state.may_go_on)
+        chunks = tuple(self._cut_chunks())
+        for state in decodes:
+            self._cover(state, self._most_tokens(state))
+        self._copies = []
+        for chunk in chunks:
+            self._read(chunk)
+        schedule = Schedule(chunks, decodes, tuple(self._copies))
+        for state in schedule.sampled:
+            state.num_in_flight += 1
+        self._counts["num_steps"] += not schedule.is_empty
         return schedule
 
     def update(self, schedule: Schedule, outcomes: Sequence[Outcome]) -> list[TokenEvent]:
-        """Takes over what the step computed; one event per request that got a token. Then `copies` has to be done,
-        before anything else happens to slots.
+        """Takes over what the oldest schedule in flight gave; one event per request that is still there. Then `copies`
+        has to be done, before anything else happens to slots.
 
         outcomes  one per request in schedule.sampled
         """
-        self._counts["num_steps"] += 1
         self._copies = []
-        for chunk in schedule.chunks:
-            chunk.state.num_computed_tokens = chunk.end
-            self._counts["num_prompt_tokens"] += chunk.end - chunk.start
-            self._address(chunk.state, chunk.start)
         events = []
         for state, outcome in zip(schedule.sampled, outcomes, strict=True):
-            self._accept(state, outcome)
-            events.append(self._append(state, outcome))
+            state.num_in_flight -= 1
+            if state.status is RequestStatus.RUNNING:
+                self._accept(state, outcome)
+                events.append(self._append(state, outcome))
         return events
 
     @property
     def copies(self) -> tuple[SnapshotCopy, ...]:
-        """States of the last step that are to be kept."""
+        """States after rows that were accepted in the last update and are to be kept."""
         return tuple(self._copies)
 
     def stats(self) -> EngineStats:
@@ -366,6 +382,18 @@ class Scheduler:
             num_folded = position - num_before if is_decoded else 0
             self._copies.append(SnapshotCopy(state.slot, index, position, num_folded))
             state.num_accepted_rows -= num_folded
+
+    def _read(self, chunk: Chunk) -> None:
+        self._cover(chunk.state, chunk.end)
+        chunk.state.num_computed_tokens = chunk.end
+        self._counts["num_prompt_tokens"] += chunk.end - chunk.start
+        self._address(chunk.state, chunk.start)
+
+    def _most_tokens(self, state: RequestState) -> int:
+        """Tokens and drafts of a request's next pass, if those in flight accept every draft."""
+        if not state.num_in_flight:
+            return len(state.token_ids) + len(state.draft_token_ids)
+        return len(state.token_ids) + state.num_in_flight * (1 + self._num_drafts) + self._num_drafts
 
     def _cover(self, state: RequestState, num_tokens: int) -> None:
         """Takes blocks for the rows of this pass and for the positions at which MTP drafts after it."""

@@ -266,8 +266,86 @@ def test_what_is_cached_gives_way_to_what_is_admitted():
     assert s.stats().num_evicted_blocks == 2
 
 
+# --- the next schedule made before what the last one gave is known
+
+
+def names(events):
+    return [(event.request_id, event.token_ids, event.finish_reason) for event in events]
+
+
+def test_a_prompt_that_is_being_read_counts_as_read():
+    s = scheduler()
+    s.add(request("a", 200), seed=0)
+    first, second, third = s.schedule(), s.schedule(), s.schedule()
+    assert [spans(each) for each in (first, second, third)] == [[("a", 0, 128)], [("a", 128, 200)], []]
+    assert decoding(third) == ["a"]
+    assert s.update(first, []) == []
+    assert names(s.update(second, [Outcome((5,))])) == [("a", (5,), None)]
+    assert names(s.update(third, [Outcome((6,))])) == [("a", (6,), None)]
+
+
+def test_what_comes_after_the_end_is_dropped():
+    s = scheduler()
+    s.add(Request("a", (1,) * 10, SamplingParams(max_tokens=20, stop_token_ids=(99,))), seed=0)
+    first, second = s.schedule(), s.schedule()
+    assert names(s.update(first, [Outcome((99,))])) == [("a", (), "stop")]
+    assert not s.has_requests
+    s.check_integrity()
+    s.add(request("b", 10), seed=0)
+    third = s.schedule()
+    assert third.chunks[0].state.slot == second.decodes[0].slot
+    assert s.update(second, [Outcome((7,))]) == []
+    assert names(s.update(third, [Outcome((8,))])) == [("b", (8,), None)]
+
+
+def test_what_is_given_to_an_aborted_request_is_dropped():
+    s = scheduler()
+    s.add(request("a", 10), seed=0)
+    schedule = s.schedule()
+    s.abort("a")
+    assert s.update(schedule, [Outcome((7,))]) == []
+    s.check_integrity()
+
+
+def test_no_pass_is_made_for_a_token_that_the_limit_forbids():
+    s = scheduler()
+    s.add(request("a", 10, max_tokens=2), seed=0)
+    first, second, third = s.schedule(), s.schedule(), s.schedule()
+    assert (decoding(second), third.is_empty) == (["a"], True)
+    s.update(first, [Outcome((7,))])
+    assert names(s.update(second, [Outcome((7,))])) == [("a", (7,), "length")]
+
+
+def test_blocks_are_there_for_every_draft_that_may_be_accepted():
+    s = scheduler()
+    s.add(request("a", 120, max_tokens=100), seed=0)
+    first, second = s.schedule(), s.schedule()
+    (state,) = second.decodes
+    # the first may add one token (its drafts come after it), and the second reads it and as many drafts as there may
+    # be, behind which MTP drafts as many again
+    assert len(state.block_ids) * 64 >= 120 + 1 + 2 * NUM_DRAFTS
+    s.update(first, [Outcome((7,), (), (7, 7, 7))])
+    third = s.schedule()
+    assert len(state.block_ids) * 64 >= 121 + (1 + NUM_DRAFTS) + 2 * NUM_DRAFTS
+    s.update(second, [Outcome((7, 7, 7, 7), (), (7, 7, 7))])
+    s.update(third, [Outcome((7, 7, 7, 7), (), (7, 7, 7))])
+    assert state.num_computed_tokens == 128
+
+
+def test_a_state_after_a_prompt_is_kept_with_the_schedule_that_reads_it():
+    s = scheduler(num_snapshots=4, reuses_decoded=False)
+    s.add(request("a", 130), seed=0)
+    first = s.schedule()
+    (copy,) = first.copies
+    assert (copy.position, copy.num_folded) == (128, 0)
+    # reuse needs no more than the order in which passes run
+    s.add(request("b", 140), seed=0)
+    assert spans(s.schedule()) == [("a", 128, 130), ("b", 128, 140)]
+
+
 class Chaos(RuleBasedStateMachine):
-    """Random submits, steps with random acceptance, and aborts in any state."""
+    """Random submits, steps with random acceptance, and aborts in any state; with the outcomes at once, or one step
+    late."""
 
     @initialize(
         num_blocks=st.integers(2, 20),
@@ -275,15 +353,18 @@ class Chaos(RuleBasedStateMachine):
         prefill_chunk=st.sampled_from([64, 128]),
         num_snapshots=st.integers(0, 4),
         reuses_decoded=st.booleans(),
+        is_ahead=st.booleans(),
     )
-    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded):
+    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded, is_ahead):
         self.scheduler = scheduler(
             num_blocks=num_blocks,
             num_slots=num_slots,
             prefill_chunk=prefill_chunk,
             num_snapshots=num_snapshots,
-            reuses_decoded=reuses_decoded,
+            reuses_decoded=reuses_decoded and not is_ahead,
         )
+        self.is_ahead = is_ahead
+        self.in_flight = []
         self.num_blocks = num_blocks
         self.num_snapshots = num_snapshots
         self.expected: dict[str, int] = {}
@@ -311,10 +392,16 @@ class Chaos(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data):
         schedule = self.scheduler.schedule()
-        assert not (schedule.is_empty and self.expected), "requests starve"
+        assert not (schedule.is_empty and self.expected and not self.in_flight), "requests starve"
         assert sum(chunk.end - chunk.start for chunk in schedule.chunks) <= 128
         for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
             assert len(state.block_ids) * 64 <= state.token_limit + 63
+        self.check_chunks(schedule)
+        self.in_flight.append(schedule)
+        while len(self.in_flight) > self.is_ahead:
+            self.update(data, self.in_flight.pop(0))
+
+    def update(self, data, schedule):
         self.check_rows_have_blocks(schedule)
         standing = {state.slot: state.num_computed_tokens for state in schedule.decodes}
         for event in self.scheduler.update(schedule, [self.outcome(data, state) for state in schedule.sampled]):
@@ -322,27 +409,34 @@ class Chaos(RuleBasedStateMachine):
             assert self.expected[event.request_id] >= 0
             if event.finish_reason is not None:
                 assert self.expected.pop(event.request_id) == 0
-        self.check_copies(schedule, standing)
+        self.check_copies(standing)
 
-    def check_copies(self, schedule, standing):
-        """A snapshot stands at a multiple of 64 that the step has reached, not beyond what was accepted."""
+    def check_chunks(self, schedule):
+        """They have blocks, and a snapshot stands at a multiple of 64 at the end of one."""
+        for chunk in schedule.chunks:
+            assert len(chunk.state.block_ids) * 64 >= chunk.end
         ends = {chunk.state.slot: chunk.end for chunk in schedule.chunks}
-        for copy in self.scheduler.copies:
+        for copy in schedule.copies:
             assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
-            if copy.slot in standing:
-                assert copy.position == standing[copy.slot] + copy.num_folded
-                assert 0 < copy.num_folded <= 1 + NUM_DRAFTS
-            else:
-                assert (copy.position, copy.num_folded) == (ends[copy.slot], 0)
+            assert (copy.position, copy.num_folded) == (ends[copy.slot], 0)
+
+    def check_copies(self, standing):
+        """A snapshot stands at a multiple of 64 that the step has reached, not beyond what was accepted."""
+        for copy in self.scheduler.copies:
+            assert not self.is_ahead
+            assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
+            assert copy.position == standing[copy.slot] + copy.num_folded
+            assert 0 < copy.num_folded <= 1 + NUM_DRAFTS
         for state in self.scheduler.running:
             assert 0 <= state.num_accepted_rows <= 1 + NUM_DRAFTS
             assert state.path.depth <= min(state.num_computed_tokens, len(state.token_ids))
 
     def check_rows_have_blocks(self, schedule):
-        for chunk in schedule.chunks:
-            assert len(chunk.state.block_ids) * 64 >= chunk.end
+        """Where its rows lie is known now, and where MTP drafts behind them."""
         for state in schedule.decodes:
-            assert len(state.block_ids) * 64 >= len(state.token_ids) + len(state.draft_token_ids)
+            if state.request.request_id in self.expected:
+                last = len(state.token_ids) + len(state.draft_token_ids) + NUM_DRAFTS
+                assert len(state.block_ids) * 64 >= min(last, state.token_limit)
 
     def outcome(self, data, state):
         drafts = state.draft_token_ids if not state.is_prefilling else ()
