@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from config.section import Section
 
@@ -29,6 +29,13 @@ class EngineConfig(Section):
 
     kv_cache_tokens: int | None = Field(default=None, ge=BLOCK_SIZE)
     """Tokens that the KV cache holds for all requests together; `max_model_len` when not set."""
+
+    memory_bytes: ByteSize | None = Field(default=None, ge=2**20)
+    """Memory that the engine may take in all, like 24GiB; what is free at its start when not set."""
+
+    yarn: bool = False
+    """Positions four times as far as the checkpoint's own limit, to at most 1,010,000, as it documents (YaRN). Changes
+    every answer a little, so only for prompts that need it."""
 
     max_queued_requests: int = Field(default=64, ge=0)
     """Requests that may wait; more are refused with 503."""

@@ -1,17 +1,19 @@
-"""Whether what the settings ask for fits the memory there is."""
+"""How much of what the settings ask for, or leave open, the memory there is will hold."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.engine import BLOCK_SIZE
+from config.engine import BLOCK_SIZE, EngineConfig
 from engine.errors import CapacityError
+from engine.planner import Demand, check_fits, context_limit, largest_kv_tokens, num_snapshots
 
-# activations, logits and allocator slack beside what is counted
-WORKSPACE_BYTES = 384 * 2**20
 # a default context below this would surprise more than a refusal
 SHORTEST_DEFAULT = 4096
 CGROUP_DIR = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+log = logging.getLogger("longlane.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,6 @@ def choose_capacity(max_model_len: int | None, kv_cache_tokens: int | None, mode
     return Capacity(longest, num_blocks * BLOCK_SIZE)
 
 
-def fitting_tokens(block_bytes: int, fixed_bytes: int, free_bytes: int) -> int:
-    """KV cache tokens that the memory there is holds.
-
-    block_bytes  of one KV block
-    fixed_bytes  of everything else that is still to be allocated
-    """
-    return max(0, (free_bytes - fixed_bytes - WORKSPACE_BYTES) // block_bytes) * BLOCK_SIZE
-
-
 def shorten_to_fit(capacity: Capacity, fitting: int) -> Capacity:
     """Where nobody asked for a length, a machine with little memory gets a shorter one instead of a refusal."""
     if not SHORTEST_DEFAULT <= fitting < capacity.kv_cache_tokens:
@@ -57,20 +50,38 @@ def shorten_to_fit(capacity: Capacity, fitting: int) -> Capacity:
     return Capacity(min(capacity.max_model_len, fitting), fitting)
 
 
-def check_fits(capacity: Capacity, block_bytes: int, fixed_bytes: int, free_bytes: int) -> None:
-    """raises  CapacityError that names how many KV cache tokens would fit"""
-    fitting = fitting_tokens(block_bytes, fixed_bytes, free_bytes)
-    if capacity.kv_cache_tokens <= fitting:
-        return
-    fixed_bytes += WORKSPACE_BYTES
-    advice = (
-        f"set max_model_len and kv_cache_tokens to {fitting} or less"
-        if fitting
-        else "lower max_num_requests or snapshot_bytes, or give the engine more memory"
-    )
-    raise CapacityError(
-        f"a KV cache of {capacity.kv_cache_tokens} tokens needs {_gib(capacity.num_blocks * block_bytes)} "
-        f"and everything else {_gib(fixed_bytes)}, but {_gib(free_bytes)} are free: {advice}"
+def choose_demand(config: EngineConfig, unsized: Demand, budget: int) -> Demand:
+    """How much the engine will hold.
+
+    unsized  what is certain of it: model, recipe, types, device
+    raises   CapacityError when it does not fit the budget or passes the model's limit
+    """
+    model_limit = context_limit(unsized.config, config.yarn)
+    asked = choose_capacity(config.max_model_len, config.kv_cache_tokens, model_limit)
+    demand = _sized(config, unsized, asked)
+    if config.max_model_len is None and config.kv_cache_tokens is None:
+        chosen = shorten_to_fit(asked, largest_kv_tokens(demand, budget))
+        if chosen != asked:
+            log.warning(
+                "the context is %d tokens instead of the checkpoint's %d, because memory holds no more; "
+                "max_model_len chooses it",
+                chosen.max_model_len,
+                asked.max_model_len,
+            )
+        demand = _sized(config, unsized, chosen)
+    check_fits(demand, budget, EngineConfig.model_fields)
+    return demand
+
+
+def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity) -> Demand:
+    count = num_snapshots(unsized.config, unsized.activation_bytes, config.snapshot_bytes, capacity.num_blocks)
+    return unsized.having(
+        context=capacity.max_model_len,
+        kv_cache_tokens=capacity.kv_cache_tokens,
+        num_requests=config.max_num_requests,
+        num_drafts=config.num_drafts if unsized.config.has_mtp else 0,
+        num_snapshots=count if config.prefix_caching else 0,
+        prefill_chunk=config.prefill_chunk,
     )
 
 
@@ -88,7 +99,3 @@ def _free_in_cgroup(default: int) -> int:
     stat = dict(line.split() for line in (CGROUP_DIR / "memory.stat").read_text().splitlines())
     used = int((CGROUP_DIR / "memory.current").read_text()) - int(stat["inactive_file"])
     return max(0, int(limit) - used)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from engine.constraint import Constraints
 from engine.errors import QueueFullError
 from engine.model_runner import Runner
+from engine.peak_memory import PeakMemory
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
 from engine.scheduler import Schedule, Scheduler
 
@@ -13,11 +14,19 @@ from engine.scheduler import Schedule, Scheduler
 class EngineCore:
     """Requests in, events out, one step at a time. Lives in the engine process, on one thread."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: Runner, constraints: Constraints) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        constraints: Constraints,
+        memory: PeakMemory | None = None,
+    ) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
+        self._memory = memory
         self._aborted: list[TokenEvent] = []
         self._in_flight: Schedule | None = None
 
@@ -62,7 +71,8 @@ class EngineCore:
         return events
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        return stats if self._memory is None else replace(stats, peak_bytes=self._memory.num_bytes())
 
     def check_integrity(self) -> None:
         """Asserts that nothing is held by a request that is gone."""

@@ -7,24 +7,27 @@ from pathlib import Path
 import torch
 
 from config import EngineConfig
+from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache, StateSnapshots
-from engine.capacity import Capacity, check_fits, choose_capacity, fitting_tokens, free_host_bytes, shorten_to_fit
+from engine.capacity import choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
 from engine.constraint import Constraints
 from engine.engine import EngineCore
 from engine.errors import CapacityError
 from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig
+from engine.models.artifact import is_artifact, read_manifest
+from engine.models.config import ModelConfig, read_config
 from engine.models.qwen3_5 import Qwen3_5
 from engine.models.weights import load_model
+from engine.peak_memory import PeakMemory
+from engine.planner import CUDA_CONTEXT_BYTES, Demand, Plan, plan
 from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 
 log = logging.getLogger("longlane.engine")
-META = torch.device("meta")
 # to be raised with any change of what a layer computes or how its results lie in blocks and states
 NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
@@ -36,23 +39,26 @@ def load_engine(config: EngineConfig) -> EngineCore:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     checkpoint_dir = resolve_checkpoint(config.model)
-    model = load_model(checkpoint_dir, device, dtype)
+    budget = _budget(config, device)
+    demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype), budget)
+    planned = plan(demand)
+    _log_plan(planned, budget)
+    model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn)
     torch.set_num_threads(config.num_threads or _default_threads(model.config))
-    capacity = _choose_capacity(config, model.config, device, dtype)
     info = EngineInfo(
         checkpoint_dir=str(checkpoint_dir),
-        max_model_len=capacity.max_model_len,
+        max_model_len=demand.context,
         vocab_size=model.config.num_ids,
         device=_describe(device),
-        num_drafts=config.num_drafts if model.config.has_mtp else 0,
+        num_drafts=demand.num_drafts,
         max_num_requests=config.max_num_requests,
-        kv_cache_tokens=capacity.kv_cache_tokens,
+        kv_cache_tokens=demand.num_blocks * BLOCK_SIZE,
+        planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
-    num_snapshots = _choose_num_snapshots(config, model.config, capacity, dtype)
-    runner = _build_runner(model, capacity, info, constraints, num_snapshots, device, dtype)
-    scheduler = _build_scheduler(config, capacity, info, num_snapshots, cache_key(checkpoint_dir, dtype))
-    return EngineCore(info, scheduler, runner, constraints)
+    runner = _build_runner(model, demand, info, constraints, device, dtype)
+    scheduler = _build_scheduler(config, demand, info, cache_key(checkpoint_dir, dtype, config.yarn))
+    return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
 
 
 def _default_threads(config: ModelConfig) -> int:
@@ -74,91 +80,60 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def cache_key(checkpoint_dir: Path, dtype: torch.dtype) -> bytes:
-    """What cached content depends on beside the text: the weights' files, the type and the arithmetic."""
+def cache_key(checkpoint_dir: Path, dtype: torch.dtype, is_stretched: bool = False) -> bytes:
+    """What cached content depends on beside the text: the weights' files, the type, the positions, the arithmetic."""
     files = sorted(file for file in checkpoint_dir.iterdir() if file.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return repr((NUMERICS_VERSION, str(dtype), str(checkpoint_dir.resolve()), stats)).encode()
+    return repr((NUMERICS_VERSION, str(dtype), is_stretched, str(checkpoint_dir.resolve()), stats)).encode()
 
 
-def _choose_capacity(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> Capacity:
-    asked = choose_capacity(config.max_model_len, config.kv_cache_tokens, model_config.max_position_embeddings)
-    if config.max_model_len is not None or config.kv_cache_tokens is not None:
-        return asked
-    num_snapshots = _choose_num_snapshots(config, model_config, asked, dtype)
-    fixed = _fixed_bytes(model_config, config.max_num_requests, num_snapshots, dtype)
-    chosen = shorten_to_fit(asked, fitting_tokens(_block_bytes(model_config, dtype), fixed, _free_bytes(device)))
-    if chosen != asked:
-        log.warning(
-            "the context is %d tokens instead of the checkpoint's %d, because memory holds no more; "
-            "max_model_len chooses it",
-            chosen.max_model_len,
-            asked.max_model_len,
-        )
-    return chosen
+def _unsized(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype) -> Demand:
+    """What is certain of a demand before its size is chosen."""
+    recipe = read_manifest(checkpoint_dir).recipe if is_artifact(checkpoint_dir) else None
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return Demand(read_config(checkpoint_dir), recipe, activation_bytes=dtype.itemsize, device=kind)
 
 
-def _block_bytes(model_config: ModelConfig, dtype: torch.dtype) -> int:
-    return KVCache(model_config, 1, META, dtype).num_bytes
-
-
-def _fixed_bytes(model_config: ModelConfig, num_slots: int, num_snapshots: int, dtype: torch.dtype) -> int:
-    """Of states, sampling counts and snapshots: the same classes on the meta device say what they would take."""
-    snapshots = StateSnapshots(model_config, num_snapshots, META, dtype)
-    sampler = Sampler(model_config.vocab_size, num_slots, META)
-    return StateCache(model_config, num_slots, META).num_bytes + sampler.num_bytes + snapshots.num_bytes
-
-
-def _choose_num_snapshots(
-    config: EngineConfig, model_config: ModelConfig, capacity: Capacity, dtype: torch.dtype
-) -> int:
-    """As many as the budget holds; more than one per block could never be used."""
-    if not config.prefix_caching:
-        return 0
-    one = StateSnapshots(model_config, 1, META, dtype).num_bytes
-    return min(config.snapshot_bytes // one, capacity.num_blocks)
+def _log_plan(planned: Plan, budget: int) -> None:
+    log.info("memory, as planned:\n%s", planned.table(budget))
 
 
 def _build_runner(
     model: Qwen3_5,
-    capacity: Capacity,
+    demand: Demand,
     info: EngineInfo,
     constraints: Constraints,
-    num_snapshots: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> ModelRunner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
-    fixed = _fixed_bytes(model.config, slots, num_snapshots, dtype)
-    check_fits(capacity, _block_bytes(model.config, dtype), fixed, _free_bytes(device))
-    kv = KVCache(model.config, capacity.num_blocks, device, dtype)
+    kv = KVCache(model.config, demand.num_blocks, device, dtype)
     states = StateCache(model.config, slots, device)
     sampler = Sampler(vocab, slots, device, constraints)
-    tables = BlockTables(slots, capacity.num_blocks, device)
-    snapshots = StateSnapshots(model.config, num_snapshots, device, dtype)
+    tables = BlockTables(slots, demand.num_blocks, device)
+    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
     return ModelRunner(model, kv, states, sampler, tables, info.num_drafts, snapshots)
 
 
-def _build_scheduler(
-    config: EngineConfig, capacity: Capacity, info: EngineInfo, num_snapshots: int, key: bytes
-) -> Scheduler:
+def _build_scheduler(config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes) -> Scheduler:
     return Scheduler(
-        num_blocks=capacity.num_blocks,
+        num_blocks=demand.num_blocks,
         num_slots=info.max_num_requests,
         prefill_chunk=config.prefill_chunk,
         num_drafts=info.num_drafts,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        num_snapshots=num_snapshots,
+        num_snapshots=demand.num_snapshots,
         cache_key=key,
         reuses_decoded=not config.deterministic,
     )
 
 
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+def _budget(config: EngineConfig, device: torch.device) -> int:
+    """What this process may hold in all, before anything is loaded."""
+    # asking a card makes the driver's own part, which the plan counts too
+    free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES if device.type == "cuda" else free_host_bytes()
+    return min(free, config.memory_bytes or free)
 
 
 def _describe(device: torch.device) -> str:

@@ -27,8 +27,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
-    level = logging.INFO if config.log_reuse else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not config.log_reuse:
+        logging.getLogger("longlane.engine.reuse").setLevel(logging.WARNING)
     threading.Thread(target=_leave_with_parent, args=(address,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -102,7 +102,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine serves; the server shows it and checks requests against it."""
+    """What a started engine serves; the server shows it and checks requests against it.
+
+    planned_bytes  of the device, by what they are for
+    """
 
     checkpoint_dir: str
     max_model_len: int
@@ -111,6 +114,7 @@ class EngineInfo:
     num_drafts: int
     max_num_requests: int
     kv_cache_tokens: int
+    planned_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class EngineStats:
     num_snapshots         recurrent states that stand for reuse
     num_evicted_blocks    cached ones that were given up for others; likewise num_evicted_snapshots
     num_prefix_queries    requests whose prompt was looked up
+    peak_bytes            most memory that the engine has held: of a GPU what torch took, else the whole process
     """
 
     num_waiting: int = 0
@@ -142,3 +147,4 @@ class EngineStats:
     num_cached_tokens: int = 0
     num_evicted_blocks: int = 0
     num_evicted_snapshots: int = 0
+    peak_bytes: int = 0

@@ -1,5 +1,6 @@
 """Prometheus series under the names that vLLM's dashboards know."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -8,7 +9,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import Engine
+from engine import Engine, EngineDiedError
 from server.protocol import HARMLESS
 
 TTFT_BUCKETS = (
@@ -69,7 +70,18 @@ class EngineCollector(Collector):
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens)
         yield self._counter("longlane:engine_steps", "Steps since the engine started.", stats.num_steps)
         yield self._counter("longlane:engine_aborted", "Requests aborted in the engine.", stats.num_aborted)
+        yield self._gauge("longlane:memory_peak_bytes", "Most memory that the engine has held.", stats.peak_bytes)
+        yield self._planned()
         yield self._gauge("longlane:engine_ready", "1 when the engine takes requests.", self._engine.state == "ready")
+
+    def _planned(self) -> GaugeMetricFamily:
+        """What the engine laid out at its start; nothing before it was ready for the first time."""
+        about = "Memory that the engine planned at its start, by use."
+        family = GaugeMetricFamily("longlane:memory_planned_bytes", about, labels=(*LABELS, "use"))
+        with contextlib.suppress(EngineDiedError):
+            for use, num_bytes in self._engine.info.planned_bytes.items():
+                family.add_metric((*self._labels, use), num_bytes)
+        return family
 
     def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, about, labels=LABELS)

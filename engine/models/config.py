@@ -18,6 +18,9 @@ ROTATED_DIMS = 64
 GDN_HEAD_DIM = 128
 CONV_WIDTH = 4
 FP8_BLOCK = 128
+# how far the published checkpoints document that their positions may be stretched
+YARN_FACTOR = 4
+YARN_LIMIT = 1_010_000
 
 LayerType = Literal["linear_attention", "full_attention"]
 
@@ -279,6 +282,8 @@ def _check_fixed(fields: _Fields) -> None:
 
 def _check_rope(fields: _Fields) -> None:
     rope_type = fields.rope.get("rope_type", fields.rope.get("type", "default"))
+    if rope_type == "yarn":
+        raise fields.error("rope_parameters.rope_type", "is 'yarn'; set it to 'default', and the engine's yarn to true")
     if rope_type not in ("default", "mrope"):
         raise fields.error("rope_parameters.rope_type", f"is {rope_type!r}; only 'default' is supported")
     factor = fields.rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))

@@ -15,28 +15,30 @@ from engine.layers.moe import SparseMoe
 from engine.layers.mtp import Mtp
 from engine.layers.norm import GatedRMSNorm, RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
-from engine.layers.rope import plain_rope
 from engine.models.artifact import Artifact
-from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ROTATED_DIMS, MoeConfig
-from engine.models.qwen3_5 import Qwen3_5
+from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, MoeConfig
+from engine.models.qwen3_5 import Qwen3_5, rope_of
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import QuantizedWeight, stack_rows
 
 
-def load_artifact(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
+def load_artifact(directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool = False) -> Qwen3_5:
     """dtype  of activations and of what the recipe left unrounded. raises  CheckpointError"""
     with Artifact(directory, device) as artifact:
-        return _Builder(artifact, device, dtype).model()
+        return _Builder(artifact, device, dtype, is_stretched).model()
 
 
 class _Builder:
     """Layers over the tensors of an artifact, rounded or not."""
 
-    def __init__(self, artifact: Artifact, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, artifact: Artifact, device: torch.device, dtype: torch.dtype, is_stretched: bool = False
+    ) -> None:
         self._artifact = artifact
         self._config = artifact.config
         self._device = device
         self._dtype = dtype
+        self._is_stretched = is_stretched
 
     def model(self) -> Qwen3_5:
         config = self._config
@@ -47,7 +49,7 @@ class _Builder:
             layers=[self._layer(f"layers.{i}.", layer_type) for i, layer_type in enumerate(config.layer_types)],
             norm=self._norm("norm.weight"),
             head=Head(self._linear(head, dtype=torch.float32), config.num_ids),
-            rope=plain_rope(ROTATED_DIMS, config.rope_theta, self._device),
+            rope=rope_of(config, self._is_stretched, self._device),
             mtp=self._mtp() if config.has_mtp else None,
         )
 

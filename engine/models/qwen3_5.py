@@ -10,9 +10,9 @@ from engine.layers.decoder_layer import DecoderLayer
 from engine.layers.embedding import Embedding, Head
 from engine.layers.mtp import Mtp
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import Rope
+from engine.layers.rope import Rope, plain_rope, yarn_rope
 from engine.layers.rows import Rows
-from engine.models.config import ModelConfig
+from engine.models.config import ROTATED_DIMS, YARN_FACTOR, ModelConfig
 from engine.ops.delta_state import DeltaState
 from engine.ops.paged_kv import PagedKV
 
@@ -101,3 +101,10 @@ class Qwen3_5:
             num_rows=batch.num_rows,
             max_context=batch.max_context,
         )
+
+
+def rope_of(config: ModelConfig, is_stretched: bool, device: torch.device) -> Rope:
+    """is_stretched  YaRN, as the checkpoints document it"""
+    if is_stretched:
+        return yarn_rope(ROTATED_DIMS, config.rope_theta, YARN_FACTOR, config.max_position_embeddings, device)
+    return plain_rope(ROTATED_DIMS, config.rope_theta, device)

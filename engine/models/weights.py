@@ -14,27 +14,27 @@ from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
 from engine.layers.mtp import Mtp
 from engine.layers.norm import GatedRMSNorm, RMSNorm
-from engine.layers.rope import plain_rope
 from engine.models.artifact import is_artifact
 from engine.models.checkpoint import Checkpoint
-from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ROTATED_DIMS, ModelConfig, MoeConfig, read_config
+from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ModelConfig, MoeConfig, read_config
 from engine.models.layout import FUSED_DOWN, FUSED_GATE_UP
-from engine.models.qwen3_5 import Qwen3_5
+from engine.models.qwen3_5 import Qwen3_5, rope_of
 
 
-def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
+def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool = False) -> Qwen3_5:
     """A checkpoint, or an artifact made of one.
 
+    is_stretched  positions reach four times as far, as the checkpoint documents (YaRN)
     raises  CheckpointError naming the file, field or tensor that is not as the family has it
     """
     if is_artifact(checkpoint_dir):
-        return _load_artifact(checkpoint_dir, device, dtype)
+        return _load_artifact(checkpoint_dir, device, dtype, is_stretched)
     config = read_config(checkpoint_dir)
     with Checkpoint(checkpoint_dir, config) as checkpoint:
-        return _Builder(checkpoint, config, device, dtype).model()
+        return _Builder(checkpoint, config, device, dtype, is_stretched).model()
 
 
-def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3_5:
+def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool) -> Qwen3_5:
     if device.type == "cuda":
         # tests/bench/results says what is left to prove
         raise CheckpointError(
@@ -46,17 +46,25 @@ def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype) ->
         from engine.models.quantized import load_artifact
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{directory} is an artifact, which needs the extra `gpu`: {error}") from error
-    return load_artifact(directory, device, dtype)
+    return load_artifact(directory, device, dtype, is_stretched)
 
 
 class _Builder:
     """Layers from stored tensors; matrices that read the same input become one."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_stretched: bool = False,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._device = device
         self._dtype = dtype
+        self._is_stretched = is_stretched
 
     def model(self) -> Qwen3_5:
         config = self._config
@@ -67,7 +75,7 @@ class _Builder:
             layers=[self._layer(f"layers.{i}.", layer_type) for i, layer_type in enumerate(config.layer_types)],
             norm=self._norm("norm.weight"),
             head=Head(linear(embedding) if config.tie_word_embeddings else self._linear("lm_head"), config.num_ids),
-            rope=plain_rope(ROTATED_DIMS, config.rope_theta, self._device),
+            rope=rope_of(config, self._is_stretched, self._device),
             mtp=self._mtp() if config.has_mtp else None,
         )
 

@@ -11,7 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from config import EngineConfig, RouterConfig, ServerConfig, load
-from engine import EngineStats
+from engine import EngineInfo, EngineStats
 from router.metrics import Metrics
 from server.metrics import EngineCollector, ServerMetrics
 
@@ -40,6 +40,7 @@ def test_the_composed_vllm_tells_what_was_cached():
 
 class Engine:
     stats = EngineStats()
+    info = EngineInfo("", 64, 1, "cpu", 0, 1, 64)
     state = "ready"
 
 

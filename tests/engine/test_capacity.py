@@ -1,15 +1,10 @@
 import pytest
 
-from engine.capacity import (
-    WORKSPACE_BYTES,
-    Capacity,
-    check_fits,
-    choose_capacity,
-    fitting_tokens,
-    free_host_bytes,
-    shorten_to_fit,
-)
+from config import EngineConfig
+from engine.capacity import Capacity, choose_capacity, choose_demand, free_host_bytes, shorten_to_fit
 from engine.errors import CapacityError
+from engine.models.config import PROFILES
+from engine.planner import Demand, largest_kv_tokens
 
 
 @pytest.mark.parametrize(
@@ -31,13 +26,6 @@ def test_context_beyond_the_checkpoint_is_refused():
         choose_capacity(4097, None, model_limit=4096)
 
 
-def test_refusal_names_what_would_fit():
-    capacity = Capacity(4096, 4096)
-    check_fits(capacity, block_bytes=1000, fixed_bytes=500, free_bytes=WORKSPACE_BYTES + 64_500)
-    with pytest.raises(CapacityError, match="max_model_len and kv_cache_tokens to 3968 or less"):
-        check_fits(capacity, block_bytes=1000, fixed_bytes=500, free_bytes=WORKSPACE_BYTES + 63_400)
-
-
 @pytest.mark.parametrize(
     "fitting, expected",
     [
@@ -51,15 +39,41 @@ def test_a_length_that_nobody_asked_for_is_shortened_to_what_fits(fitting, expec
     assert shorten_to_fit(Capacity(10_000, 10_048), fitting) == expected
 
 
-def test_fitting_tokens_are_whole_blocks():
-    free_bytes = WORKSPACE_BYTES + 500 + 2_999
-    assert fitting_tokens(block_bytes=1000, fixed_bytes=500, free_bytes=free_bytes) == 128
-    assert fitting_tokens(block_bytes=1000, fixed_bytes=500, free_bytes=0) == 0
+CONFIG = next(iter(PROFILES.values()))
+BUDGET = 22 * 2**30
+UNSIZED = Demand(CONFIG, "w4", device="cpu")
 
 
-def test_refusal_when_nothing_would_fit():
-    with pytest.raises(CapacityError, match="lower max_num_requests"):
-        check_fits(Capacity(64, 64), block_bytes=1000, fixed_bytes=500, free_bytes=100)
+def chosen(budget, **settings):
+    return choose_demand(EngineConfig(max_num_requests=2, snapshot_bytes=0, **settings), UNSIZED, budget)
+
+
+def test_a_context_that_nobody_asked_for_is_what_fits(caplog):
+    found = chosen(BUDGET)
+    assert found.context == found.kv_cache_tokens == largest_kv_tokens(found, BUDGET) < 262_144
+    assert f"the context is {found.context} tokens instead of the checkpoint's 262144" in caplog.text
+
+
+def test_a_context_that_was_asked_for_is_refused_with_what_fits():
+    fitting = chosen(BUDGET).context
+    assert chosen(BUDGET, max_model_len=fitting).context == fitting
+    with pytest.raises(CapacityError, match=f"max_model_len and kv_cache_tokens to {fitting} or less"):
+        chosen(BUDGET, max_model_len=fitting + 1)
+
+
+def test_advice_names_settings_that_the_engine_has():
+    with pytest.raises(CapacityError) as refused:
+        choose_demand(EngineConfig(max_model_len=250_000), UNSIZED, BUDGET)
+    assert "snapshot_bytes 0 (frees 0.98 GiB)" in str(refused.value)
+    assert "recipe" not in str(refused.value)
+
+
+def test_positions_beyond_the_limit_need_yarn():
+    with pytest.raises(CapacityError, match="limit of 262144"):
+        chosen(2**40, max_model_len=1_010_000)
+    assert chosen(2**40, max_model_len=1_010_000, yarn=True).context == 1_010_000
+    with pytest.raises(CapacityError, match="limit of 1010000"):
+        chosen(2**40, max_model_len=1_010_001, yarn=True)
 
 
 def test_free_memory_is_less_than_the_machine_has():

@@ -234,12 +234,12 @@ def snapshot_bytes(core):
 
 
 def test_what_was_reused_is_logged_without_the_text(checkpoint_dirs, texts, caplog):
-    caplog.set_level("INFO", "longlane.engine")
+    caplog.set_level("INFO", "longlane.engine.reuse")
     core = engine(checkpoint_dirs[DENSE])
     text = texts[DENSE][0][:200]
     finish(core, request("first", text, max_tokens=1))
     finish(core, request("second", [*text[:150], 319 - text[150], *text[151:]], max_tokens=1))
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == "longlane.engine.reuse"]
     assert lines == [
         "request first: 0 of 200 prompt tokens reused; first divergent position 0: nothing is cached beyond",
         "request second: 0 of 200 prompt tokens reused; first divergent position 150: "

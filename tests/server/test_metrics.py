@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from engine import EngineDiedError, EngineInfo, EngineStats
 from server.errors import BadRequestError
-from server.metrics import ServerMetrics
+from server.metrics import EngineCollector, ServerMetrics
 from server.protocol import MAX_FIELDS, ChatRequest, parse
 
 
@@ -31,3 +32,35 @@ def test_a_body_of_very_many_fields_is_refused():
     assert len(unknown) == MAX_FIELDS - 1
     with pytest.raises(BadRequestError, match=f"{MAX_FIELDS + 1} fields"):
         parse(msgspec.json.encode(body | {"more": 1}), ChatRequest)
+
+
+class Started:
+    """An engine as metrics see it."""
+
+    state, stats = "ready", EngineStats(peak_bytes=70)
+
+    def __init__(self, info):
+        self._info = info
+
+    @property
+    def info(self):
+        if self._info is None:
+            raise EngineDiedError("the engine is loading")
+        return self._info
+
+
+def test_planned_memory_stands_beside_its_peak():
+    planned = {"weights: experts": 40, "KV blocks": 30}
+    info = EngineInfo("dir", 64, 10, "cpu", 0, 1, 64, planned)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(Started(info), "m"))
+    labels = {"model_name": "m", "engine": "0"}
+    found = {use: registry.get_sample_value("longlane:memory_planned_bytes", labels | {"use": use}) for use in planned}
+    assert found == planned
+    assert registry.get_sample_value("longlane:memory_peak_bytes", labels) == 70
+
+
+def test_nothing_is_planned_before_the_engine_is_ready():
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(Started(None), "m"))
+    assert not [s for family in registry.collect() for s in family.samples if "planned" in s.name]
