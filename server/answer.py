@@ -4,11 +4,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import engine
+from server.answers import Usage
 from server.auth import Caller
 from server.choice import Choice, Delta, usage
+from server.errors import BadRequestError
 from server.generation import Generation
 from server.grammar import AnswerForm, ThoughtBudget, constraint_of
 from server.model import ServedModel
@@ -45,7 +46,7 @@ class Answer:
     async def close(self) -> None:
         await self.generation.close()
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         return usage(self.choices, self.num_prompt_tokens)
 
 
@@ -73,6 +74,8 @@ async def start_answer(
     requests: list[engine.Request] = []
     choices: list[Choice] = []
     for prompt in prompts:
+        if not prompt.token_ids:
+            raise BadRequestError("prompt is empty; send at least one character.", param="prompt")
         params = sampling(prompt)
         own_rules = replace(
             rules,

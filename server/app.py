@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,52 +18,64 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.auth import AccessControl
-from server.catalog import Catalog
-from server.chat import ChatCompletions
-from server.completions import Completions
 from server.errors import ApiError, InternalError, from_exception
-from server.generate import Generate
-from server.health import Health
 from server.http import error_response
-from server.messages import Messages
-from server.metrics import metrics_page
-from server.responses import Responses
+from server.openapi import Operation, openapi_document
+from server.operations import api_operations
+from server.protocol import to_json
 from server.serving import Serving
-from server.tokenize import Tokenize
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 REQUEST_ID_HEADER = "x-request-id"
 
 
 def build_app(serving: Serving, access: AccessControl) -> Starlette:
-    messages = Messages(serving)
-    tokenize = Tokenize(serving)
-    catalog = Catalog(serving)
-    health = Health(serving)
+    description = Description()
+    own = Operation("GET", "/openapi.json", description.show, "This document", dict, is_open=True)
+    operations = [*api_operations(serving), own]
+    open_paths = frozenset(operation.path for operation in operations if operation.is_open)
+    description.text = to_json(openapi_document(operations, _version()))
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", ChatCompletions(serving).create, methods=["POST"]),
-            Route("/v1/completions", Completions(serving).create, methods=["POST"]),
-            Route("/v1/responses", Responses(serving).create, methods=["POST"]),
-            Route("/v1/messages", messages.create, methods=["POST"]),
-            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
-            Route("/tokenize", tokenize.tokenize, methods=["POST"]),
-            Route("/detokenize", tokenize.detokenize, methods=["POST"]),
-            Route("/generate", Generate(serving).create, methods=["POST"]),
-            Route("/v1/models", catalog.list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", catalog.show_model, methods=["GET"]),
-            Route("/health", health.health, methods=["GET"]),
-            Route("/ready", health.ready, methods=["GET"]),
-            Route("/metrics", metrics_page, methods=["GET"]),
-        ],
-        middleware=[Middleware(RequestBoundary, serving=serving, access=access)],
+        routes=_routes(operations),
+        middleware=[Middleware(RequestBoundary, serving=serving, access=access, open_paths=open_paths)],
         exception_handlers={HTTPException: _routing_error},
         lifespan=_lifespan(serving),
     )
     app.state.metrics = serving.metrics
     return app
+
+
+class Description:
+    """The document that describes all paths, its own included."""
+
+    text = b""
+
+    async def show(self, request: Request) -> Response:
+        return Response(self.text, media_type="application/json")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("longlane")
+    except metadata.PackageNotFoundError:
+        # run from its directory, without having been installed
+        return "0"
+
+
+def _routes(operations: Sequence[Operation]) -> list[Route]:
+    """One route for each path, so that an answer to a wrong method names all right ones."""
+    calls: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        calls.setdefault(operation.path, {})[operation.method] = operation.call
+    return [Route(path, _dispatch(by_method), methods=list(by_method)) for path, by_method in calls.items()]
+
+
+def _dispatch(by_method: Mapping[str, Callable[[Request], Awaitable[Any]]]) -> Callable[[Request], Awaitable[Any]]:
+    async def call(request: Request) -> Any:
+        return await by_method["GET" if request.method == "HEAD" else request.method](request)
+
+    return call
 
 
 def _lifespan(serving: Serving) -> Any:
@@ -90,8 +103,9 @@ class RequestBoundary:
     Plain ASGI, so that streams and disconnects pass through untouched.
     """
 
-    def __init__(self, app: ASGIApp, serving: Serving, access: AccessControl) -> None:
+    def __init__(self, app: ASGIApp, serving: Serving, access: AccessControl, open_paths: frozenset[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._serving = serving
         self._access = access
 
@@ -113,8 +127,8 @@ class RequestBoundary:
     def _identify(self, scope: Scope, request_id: str) -> None:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        if scope["path"] not in OPEN_PATHS:
-            state["caller"] = self._access.identify(scope["method"], Headers(scope=scope))
+        if scope["path"] not in self._open_paths:
+            state["caller"] = self._access.identify(Headers(scope=scope))
 
     async def _fail(self, scope: Scope, receive: Receive, exchange: "Exchange", error: Exception) -> None:
         answer = from_exception(error, exchange.request_id)
@@ -152,7 +166,7 @@ def _handler(scope: Scope) -> str:
     route = scope.get("route")
     if route is not None:
         return route.path
-    return scope["path"] if scope["path"] in OPEN_PATHS else "other"
+    return "other"
 
 
 def _log(answer: ApiError, error: Exception, request_id: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from config import KeyRing, ServerConfig
 from config.loopback import is_loopback
-from server.errors import AuthenticationError, BadRequestError, MediaTypeError, PermissionDeniedError
+from server.errors import AuthenticationError, BadRequestError, PermissionDeniedError
 
 TENANT_HEADER = "x-longlane-tenant"
 PRIORITY_HEADER = "x-longlane-priority"
@@ -38,13 +38,11 @@ class AccessControl:
         self._keys = keys
         self._secret = config.gateway_secret.get_secret_value() if config.gateway_secret else None
 
-    def identify(self, method: str, headers: Mapping[str, str]) -> Caller:
-        """raises AuthenticationError, BadRequestError, MediaTypeError"""
+    def identify(self, headers: Mapping[str, str]) -> Caller:
+        """raises AuthenticationError, BadRequestError, PermissionDeniedError"""
         if self._keys is None:
             _check_local(headers.get("host", ""))
         caller = self._by_key(headers)
-        if method == "POST":
-            _check_media_type(headers.get("content-type", ""))
         return self._as_tenant(caller, headers) if self._is_gateway(headers) else caller
 
     def _by_key(self, headers: Mapping[str, str]) -> Caller:
@@ -82,8 +80,3 @@ def _check_local(host: str) -> None:
         raise PermissionDeniedError(
             f"Without API keys only local names are served, not {host!r}: use 127.0.0.1 or localhost, or set keys_file."
         )
-
-
-def _check_media_type(content_type: str) -> None:
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise MediaTypeError("Send the body as JSON with the header 'Content-Type: application/json'.")

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, end_of_stream, start_answer
+from server.answers import AnswerMessage, ChatCompletion
 from server.auth import Caller
 from server.choice import Delta
 from server.continuation import Ending, check_form, prompt_ending
@@ -210,7 +211,7 @@ def _chunk(
     return data(body)
 
 
-async def _whole(chat: ChatAnswer) -> dict[str, Any]:
+async def _whole(chat: ChatAnswer) -> ChatCompletion:
     """The answer in one piece, made by the same stages as the stream."""
     answer = chat.answer
     messages = [WholeMessage() for _ in answer.choices]
@@ -256,7 +257,7 @@ class WholeMessage:
                 case CallArguments(index, text):
                     self._calls[index][1].append(text)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> AnswerMessage:
         content = "".join(self._content)
         body: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else "")}
         if reasoning := "".join(self._reasoning):

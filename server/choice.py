@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from engine import TokenEvent, TokenLogprob
+import engine
+from server.answers import TokenLogprob, TopLogprob, Usage
 from server.checkpoint import Vocabulary
 from server.pipeline import Event, TextPipeline, TextRules, join
 
@@ -17,7 +17,7 @@ class Delta:
     """What one engine event adds: neighbours joined, log-probabilities of its tokens, and the end if it is the last."""
 
     events: list[Event]
-    logprobs: list[dict[str, Any]]
+    logprobs: list[TokenLogprob]
     finish_reason: str | None
 
 
@@ -41,7 +41,7 @@ class Choice:
         """The stop string that ended the answer."""
         return self._pipeline.stop_string
 
-    def push(self, event: TokenEvent) -> Delta:
+    def push(self, event: engine.TokenEvent) -> Delta:
         """After the end every event is empty: there is exactly one finish reason per choice."""
         if self.finish_reason is not None:
             return Delta([], [], None)
@@ -55,17 +55,17 @@ class Choice:
             self.finish_reason = self._pipeline.finish_reason(event.finish_reason or "stop")
         return Delta(join(events), self._logprobs(event, count), self.finish_reason)
 
-    def _logprobs(self, event: TokenEvent, count: int) -> list[dict[str, Any]]:
+    def _logprobs(self, event: engine.TokenEvent, count: int) -> list[TokenLogprob]:
         pairs = zip(event.token_ids[:count], event.logprobs[:count], strict=False)
         return [token_logprob(self._vocabulary, token_id, logprob) for token_id, logprob in pairs]
 
 
-def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: TokenLogprob) -> dict[str, Any]:
+def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: engine.TokenLogprob) -> TokenLogprob:
     top = [_spelled(vocabulary, other, value) for other, value in logprob.top]
     return _spelled(vocabulary, token_id, logprob.logprob) | {"top_logprobs": top}
 
 
-def _spelled(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+def _spelled(vocabulary: Vocabulary, token_id: int, logprob: float) -> TopLogprob:
     spelling = vocabulary.literal_bytes(token_id)
     return {
         "token": spelling.decode("utf-8", "replace"),
@@ -74,7 +74,7 @@ def _spelled(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str,
     }
 
 
-def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> Usage:
     """Prompt tokens count once, however many choices were made of them."""
     output = sum(choice.num_tokens for choice in choices)
     return {

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, end_of_stream, start_answer
+from server.answers import TextCompletion, TextLogprobs
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, from_exception
@@ -116,7 +117,7 @@ def _chunk(text: TextAnswer, index: int, delta: Delta, offsets: list[int]) -> by
     return data(text.head() | {"choices": [choice]} | ({"usage": None} if text.wants_usage else {}))
 
 
-async def _whole(text: TextAnswer) -> dict[str, Any]:
+async def _whole(text: TextAnswer) -> TextCompletion:
     answer = text.answer
     contents: list[list[str]] = [[] for _ in answer.choices]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in answer.choices]
@@ -143,7 +144,7 @@ def _content(delta: Delta) -> str:
     return "".join(event.text for event in delta.events if isinstance(event, Content))
 
 
-def _legacy_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+def _legacy_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> TextLogprobs:
     """The older shape: parallel lists; offsets count characters of the spelled tokens."""
     tokens = [entry["token"] for entry in entries]
     return {

@@ -14,11 +14,11 @@ ApiError
 """
 
 import math
-from typing import Any
 
 from starlette.exceptions import HTTPException
 
 import engine
+from server.answers import ErrorBody, MessagesErrorBody
 
 INVALID_REQUEST = "invalid_request_error"
 MESSAGES_TYPES = {
@@ -42,7 +42,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code or self.code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -97,9 +97,18 @@ class NotFoundError(ApiError):
 
 
 class MethodNotAllowedError(ApiError):
+    """`allowed` lists the methods that the path takes."""
+
     status = 405
     type = INVALID_REQUEST
     code = "method_not_allowed"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"This path does not take this method; it takes {allowed}.")
+        self.allowed = allowed
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"allow": self.allowed}
 
 
 class BodyTooLargeError(ApiError):
@@ -137,11 +146,20 @@ class InternalError(ApiError):
         return {}
 
 
-def body_for(path: str, error: ApiError, request_id: str) -> tuple[int, dict[str, Any]]:
+def is_messages(path: str) -> bool:
+    """Whether Anthropic's clients call it, who know errors of another shape."""
+    return path.startswith("/v1/messages")
+
+
+def status_for(path: str, status: int) -> int:
+    return 529 if status == 503 and is_messages(path) else status
+
+
+def body_for(path: str, error: ApiError, request_id: str) -> tuple[int, ErrorBody | MessagesErrorBody]:
     """Status and body in the shape that the path's clients know."""
-    if not path.startswith("/v1/messages"):
-        return error.status, error.body()
-    status = 529 if error.status == 503 else error.status
+    status = status_for(path, error.status)
+    if not is_messages(path):
+        return status, error.body()
     kind = MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.message
     if isinstance(error, PromptTooLongError):
@@ -165,7 +183,7 @@ def from_exception(error: BaseException, request_id: str) -> ApiError:
         case HTTPException(status_code=404):
             return NotFoundError("There is nothing at this path; the API stands under /v1.")
         case HTTPException(status_code=405):
-            return MethodNotAllowedError("This path does not take this method.")
+            return MethodNotAllowedError(", ".join(sorted((error.headers or {}).get("Allow", "").split(", "))))
         case HTTPException(status_code=status) if 400 <= status < 500:
             return BadRequestError(error.detail)
         case _:

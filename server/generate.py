@@ -1,12 +1,12 @@
 """POST /generate: one prompt, one answer, and how long it took."""
 
 import time
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.answer import Answer, start_answer
+from server.answers import GeneratedText
 from server.auth import Caller
 from server.completions import bare_rules
 from server.errors import UnsupportedError
@@ -66,7 +66,7 @@ def _prompt(body: GenerateRequest, model: ServedModel) -> Prompt:
     return model.prompts.chat([ChatMessage(role="user", content=body.prompt)], [], options)
 
 
-async def _whole(answer: Answer, started: float) -> dict[str, Any]:
+async def _whole(answer: Answer, started: float) -> GeneratedText:
     """tok_s counts from the first token on, so that it tells the decode speed whatever the prompt's length."""
     parts: list[Content | Reasoning] = []
     first = last = None

@@ -3,6 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.answers import Readiness
 from server.http import json_response
 from server.serving import Serving
 
@@ -17,7 +18,7 @@ class Health:
     async def ready(self, request: Request) -> Response:
         state = self._serving.state
         stats = self._serving.engine.stats
-        body = {
+        body: Readiness = {
             "status": state,
             "model": self._serving.name,
             "running": stats.num_running,

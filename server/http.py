@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.errors import ApiError, BadRequestError, BodyTooLargeError, body_for
+from server.errors import ApiError, BadRequestError, BodyTooLargeError, MediaTypeError, body_for
 from server.protocol import Body, parse, to_json
 
 # parsing a larger body would hold up every stream
@@ -39,13 +39,23 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_json(request: Request, kind: type[Body], max_bytes: int) -> tuple[Body, list[str]]:
-    """The request and the names of its unknown fields. raises BadRequestError, BodyTooLargeError"""
+    """The request and the names of its unknown fields. raises BadRequestError, BodyTooLargeError, MediaTypeError"""
+    _check_media_type(request.headers)
     raw = await read_body(request, max_bytes)
     if not raw:
         raise BadRequestError("The body is empty; send a JSON object.", code="invalid_json")
     if len(raw) <= INLINE_BYTES:
         return parse(raw, kind)
     return await asyncio.to_thread(parse, raw, kind)
+
+
+def _check_media_type(headers: Mapping[str, str]) -> None:
+    """A web page of somebody else's can send anything but JSON unasked."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise MediaTypeError("Send the body as JSON with the header 'Content-Type: application/json'.")
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise MediaTypeError(f"content-encoding {encoding!r} is not accepted; send the body as it is.")
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, start_answer
+from server.answers import AnsweredMessage, MessagesUsage
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import BadRequestError, UnsupportedError, body_for, from_exception
@@ -210,7 +211,7 @@ def _signature(thought: Any) -> str:
     return base64.b64encode(thought.digest()).decode()
 
 
-async def _whole(answer: Answer) -> dict[str, Any]:
+async def _whole(answer: Answer) -> AnsweredMessage:
     blocks: list[dict[str, Any]] = []
     try:
         async for batch in answer.deltas():
@@ -267,13 +268,13 @@ def _stop_reason(answer: Answer) -> str:
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[choice.finish_reason]
 
 
-def _final_usage(answer: Answer) -> dict[str, int]:
+def _final_usage(answer: Answer) -> MessagesUsage:
     (choice,) = answer.choices
     cached = choice.num_cached_tokens
     return _usage(answer.num_prompt_tokens - cached, cached, choice.num_tokens)
 
 
-def _usage(num_input: int, num_cached: int, num_output: int) -> dict[str, int]:
+def _usage(num_input: int, num_cached: int, num_output: int) -> MessagesUsage:
     return {
         "input_tokens": num_input,
         "cache_creation_input_tokens": 0,

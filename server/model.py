@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine import EngineInfo
+from server.answers import ModelCard
 from server.auth import Caller
 from server.checkpoint import TextFiles
 from server.errors import BadRequestError, NotFoundError
@@ -41,7 +42,7 @@ class ServedModel:
         """Runs blocking text work beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, call, *arguments)
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> ModelCard:
         """The model as `/v1/models` shows it, its limits under every name that clients look for."""
         limit = self.max_model_len
         return {

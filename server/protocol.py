@@ -1,6 +1,7 @@
 """Requests and answers of chat completions, as OpenAI writes them."""
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -164,6 +165,9 @@ HALF_PAIR = re.compile(
 )
 HALF_PAIR_REASON = r"a text holds half of a UTF-16 pair (\ud800 to \udfff), which is no character; leave it out"
 
+FLOAT_FOR_INT = "got `float`"
+STEP = re.compile(r"\w+")
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -174,7 +178,7 @@ def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        body = msgspec.json.decode(raw, type=kind)
+        body = _decode(raw, kind)
     except msgspec.ValidationError as error:
         raise _wrong_field(error) from error
     except msgspec.DecodeError as error:
@@ -185,6 +189,42 @@ def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     except RecursionError as error:
         raise BadRequestError("The body is nested too deeply.", code="invalid_json") from error
     return body, _unknown(fields, kind)
+
+
+def _decode(raw: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        if FLOAT_FOR_INT not in str(error):
+            raise
+    value = msgspec.json.decode(raw)
+    while True:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$")
+            if FLOAT_FOR_INT not in message or not _make_whole(value, STEP.findall(path)):
+                raise
+
+
+def _make_whole(value: Any, path: Sequence[str]) -> bool:
+    """Floats without a fraction become integers, as some clients have no other numbers. True when any did.
+
+    path  names of fields; a number stands for all items of its list, which would take a round each
+    """
+    places: list[tuple[Any, Any]] = [([value], 0)]
+    for step in path:
+        places = [(holder[key], inner) for holder, key in places for inner in _keys(holder[key], step)]
+    whole = [(holder, key) for holder, key in places if isinstance(holder[key], float) and holder[key].is_integer()]
+    for holder, key in whole:
+        holder[key] = int(holder[key])
+    return bool(whole)
+
+
+def _keys(holder: Any, step: str) -> Iterable[Any]:
+    if isinstance(holder, list):
+        return range(len(holder))
+    return (step,) if isinstance(holder, dict) and step in holder else ()
 
 
 def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body]) -> list[str]:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, start_answer
+from server.answers import ResponseObject, ResponseUsage
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import ApiError, PromptTooLongError, UnsupportedError, from_exception
@@ -130,7 +131,7 @@ class Responses:
         self._keep(writer)
         yield writer.end()
 
-    async def _whole(self, writer: "ResponseWriter") -> dict[str, Any]:
+    async def _whole(self, writer: "ResponseWriter") -> ResponseObject:
         try:
             async for batch in writer.answer.deltas():
                 for _, delta in batch:
@@ -222,7 +223,7 @@ class ResponseWriter:
     def final_status(self) -> str:
         return "incomplete" if self.answer.choices[0].finish_reason == "length" else "completed"
 
-    def response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> ResponseObject:
         answer = self.answer
         body = _response_body(self.plan, answer.answer_id, answer.model, answer.created) | {"status": status}
         if status in ("completed", "incomplete"):
@@ -306,7 +307,7 @@ def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _response_body(plan: ResponsePlan, response_id: str, model: str, created: int) -> dict[str, Any]:
+def _response_body(plan: ResponsePlan, response_id: str, model: str, created: int) -> ResponseObject:
     body = plan.body
     return {
         "id": response_id,
@@ -338,7 +339,7 @@ def _declared(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return [{"strict": False, **tool} for tool in tools or () if tool.get("type") == "function"]
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: Answer) -> ResponseUsage:
     usage = answer.usage()
     return {
         "input_tokens": usage["prompt_tokens"],

@@ -1,10 +1,9 @@
 """POST /tokenize and /detokenize."""
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.answers import Tokens
 from server.auth import Caller
 from server.continuation import prompt_ending
 from server.errors import BadRequestError
@@ -27,7 +26,7 @@ class Tokenize:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError("Send either prompt or messages.", param="prompt")
         token_ids = await model.in_worker(_token_ids, body, model)
-        answer: dict[str, Any] = {
+        answer: Tokens = {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
             "tokens": token_ids,

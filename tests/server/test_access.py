@@ -82,7 +82,7 @@ def test_without_keys_any_key_is_accepted(live):
 
 
 def caller(headers: dict, secret: str | None = "shared"):
-    return AccessControl(ServerConfig(gateway_secret=secret), None).identify("POST", {**JSON, **headers})
+    return AccessControl(ServerConfig(gateway_secret=secret), None).identify({**JSON, **headers})
 
 
 def test_a_tenant_is_believed_beside_the_secret_only():

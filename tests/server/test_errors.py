@@ -222,6 +222,66 @@ def test_paths_methods_and_media_types(live):
     assert live.http.get("/health/").status_code < 500
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("PUT", "/v1/chat/completions", "POST"),
+        ("PATCH", "/health", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_ones(live, method, path, allowed):
+    answer = live.http.request(method, path)
+    assert allowed in refusal(answer, 405)["message"]
+    assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/openapi.json"])
+def test_head_is_get_without_the_body(live, path):
+    answer = live.http.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) > 10
+
+
+def test_a_packed_body_is_refused_as_such(live):
+    answer = live.http.post("/v1/chat/completions", content=b"x", headers={**JSON, "content-encoding": "gzip"})
+    assert "gzip" in refusal(answer, 415)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/completions", {"prompt": ["hi", ""]}),
+        ("/generate", {"prompt": "", "raw": True}),
+    ],
+)
+def test_there_is_nothing_to_continue_in_an_empty_prompt(live, path, fields):
+    assert refusal(live.post({"model": NAME, **fields}, path))["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 2.0, "n": 1.0, "top_k": 5e0, "stop_token_ids": [7.0, 8]}),
+        ("/v1/completions", {"prompt": [[100.0, 101], [102.0]], "max_tokens": 2.0, "messages": None}),
+        ("/v1/messages", {"max_tokens": 2.0, "thinking": {"type": "enabled", "budget_tokens": 1024.0}}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 16.0, "messages": None}),
+    ],
+)
+def test_a_whole_number_may_be_written_as_a_fraction(live, path, fields):
+    assert live.post(ask("hi", **fields), path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"max_tokens": 2.5}, "max_tokens"), ({"stop_token_ids": [7.0, 8.5]}, "stop_token_ids[1]"), ({"n": "1.0"}, "n")],
+)
+def test_a_real_fraction_may_not(live, fields, param):
+    assert refusal(live.post(ask("hi", **fields)))["param"] == param
+
+
 def test_the_sdk_raises_its_own_classes(live):
     with pytest.raises(openai.BadRequestError) as caught:
         live.openai.chat.completions.create(**ask("word " * 5000))
