@@ -9,6 +9,7 @@ from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
     MatmulShape,
     dense_shape,
+    in_order_of,
     launch_matmul,
     quantized_matmul,
     quantized_matmul_reference,
@@ -76,7 +77,10 @@ def quantized_grouped_experts_triton(
     shape = shape or dense_shape(x.device, chosen.numel() // num_experts)
     order, blocks = expert_blocks(chosen, num_experts, shape.block_m)
     inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
-    launch_matmul(x, experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks, gathers=num_chosen)
+    launch_matmul(
+        in_order_of(experts.gate_up, x), experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks,
+        gathers=num_chosen, halves_output=experts.down.bits == 4,
+    )  # fmt: skip
     outputs = torch.empty(chosen.numel(), experts.down.rows, dtype=x.dtype, device=x.device)
     launch_matmul(inner, experts.down, outputs, shape, order=order, blocks=blocks, scatters=True)
     shared = quantized_matmul(quantized_swiglu(x, experts.shared_gate_up), experts.shared_down, x.dtype)

@@ -76,7 +76,7 @@ def quantized_matmul_triton(
 ) -> torch.Tensor:
     y = torch.empty(len(x), weight.rows, dtype=dtype, device=x.device)
     assert residual is None or residual.is_contiguous()
-    launch_matmul(x, weight, y, shape or dense_shape(x.device, len(x)), residual=residual)
+    launch_matmul(in_order_of(weight, x), weight, y, shape or dense_shape(x.device, len(x)), residual=residual)
     return y
 
 
@@ -84,7 +84,7 @@ def quantized_swiglu_triton(
     x: torch.Tensor, gate_up: QuantizedWeight, shape: MatmulShape | None = None
 ) -> torch.Tensor:
     y = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
-    launch_matmul(x, gate_up, y, shape or dense_shape(x.device, len(x)), is_swiglu=True)
+    launch_matmul(in_order_of(gate_up, x), gate_up, y, shape or dense_shape(x.device, len(x)), is_swiglu=True)
     return y
 
 
@@ -102,6 +102,16 @@ def matmul_shape_for(capability: tuple[int, int], rows: int) -> MatmulShape:
     return MatmulShape(block_m, 128, 8 if block_m == 128 else 4, 4 if has_wide_tiles else 3)
 
 
+def in_order_of(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
+    """The columns of x in the order in which the codes of a weight come out of its bytes."""
+    return halved(x) if weight.bits == 4 else x
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """In every group of 64 columns first those of the low nibbles, then those of the high ones."""
+    return x.unflatten(-1, (-1, 2, 2, 16)).transpose(-3, -2).flatten(-4)
+
+
 def launch_matmul(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -114,12 +124,15 @@ def launch_matmul(
     blocks: torch.Tensor | None = None,
     gathers: int = 0,
     scatters: bool = False,
+    halves_output: bool = False,
 ) -> None:
     """Of one matrix, or of a stack of them with `blocks` [n, 3] int32: matrix, first row and end of its rows.
 
+    x              its columns as `in_order_of` has them
     order     [rows] int32  places of the rows that `blocks` speaks of
     gathers   row p reads x[order[p] // gathers]; 0: x[p]
     scatters  row p writes y[order[p]] and not y[p]
+    halves_output  the columns of y stand as `halved` puts them
     """
     assert x.stride(1) == 1 and y.is_contiguous()
     outputs = weight.rows // 2 if is_swiglu else weight.rows
@@ -134,7 +147,7 @@ def launch_matmul(
         x.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
         BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=block_n, NUM_STAGES=shape.num_stages, IS_SWIGLU=is_swiglu,
         HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers, SCATTERS=scatters,
-        INTERPRETED=is_interpreted(), **options,
+        HALVES_OUTPUT=halves_output, INTERPRETED=is_interpreted(), **options,
     )  # fmt: skip
 
 
@@ -143,9 +156,8 @@ def quantized_matmul_kernel(
     x_ptr, bytes_ptr, scales_ptr, y_ptr, residual_ptr, order_ptr, blocks_ptr, x_stride, rows, outputs, groups, tiles,
     BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     IS_SWIGLU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GROUPED: tl.constexpr, GATHERS: tl.constexpr,
-    SCATTERS: tl.constexpr, INTERPRETED: tl.constexpr,
+    SCATTERS: tl.constexpr, HALVES_OUTPUT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a tile stand as the rows of the product, so that the weights never leave the registers."""
     block = tl.program_id(1)
     if IS_GROUPED:
         matrix = tl.load(blocks_ptr + 3 * block)
@@ -167,12 +179,13 @@ def quantized_matmul_kernel(
         # rows of the last tile beyond the matrix would belong to the next one
         known = tl.where(output < outputs, output, 0)
         tile = (matrix * tiles + known // 16).to(tl.int64)
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if IS_SWIGLU:
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             up_tile = tile + outputs // 16
         for group in tl.range(0, groups, num_stages=NUM_STAGES):
-            low, high = load_x(x_rows, group, BITS)
+            half = x_rows[:, None] + group * 64 + tl.arange(0, 32)[None, :]
+            low, high = tl.load(half), tl.load(half + 32)
             acc = add_product(
                 acc, low, high, bytes_ptr, scales_ptr, tile * groups + group, known % 16, BITS, INTERPRETED
             )
@@ -186,53 +199,63 @@ def quantized_matmul_kernel(
             target = tl.load(order_ptr + place, mask=held, other=0)
         else:
             target = place
-        at = target.to(tl.int64)[:, None] * outputs + output[None, :]
+        column = output
+        if HALVES_OUTPUT:
+            column = output - output % 64 + (output // 16 % 2) * 32 + (output // 32 % 2) * 16 + output % 16
+        at = target.to(tl.int64)[:, None] * outputs + column[None, :]
         mask = held[:, None] & (output < outputs)[None, :]
-        y = tl.trans(acc)
         if HAS_RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_x(x_rows, group, BITS: tl.constexpr):
-    """The columns of a group in two halves [rows, 32]: for 4 bits those of the low and of the high nibbles."""
-    k = tl.arange(0, 32)
-    if BITS == 4:
-        column = group * 64 + (k // 16) * 32 + k % 16
-        low = tl.load(x_rows[:, None] + column[None, :])
-        high = tl.load(x_rows[:, None] + column[None, :] + 16)
-    else:
-        low = tl.load(x_rows[:, None] + (group * 64 + k)[None, :])
-        high = tl.load(x_rows[:, None] + (group * 64 + 32 + k)[None, :])
-    return low, high
+            acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_product(
     acc, x_low, x_high, bytes_ptr, scales_ptr, tile_group, row, BITS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """acc [outputs, rows] plus the product of one group.  tile_group, row  [outputs]"""
-    byte = tl.arange(0, 32)
+    """acc [rows, outputs] plus the product of one group.  tile_group, row  [outputs]"""
     scale = tl.load(scales_ptr + tile_group * 16 + row)
-    at = bytes_ptr + (tile_group * (128 * BITS) + row * 16)[:, None] + ((byte // 16) * 256 + byte % 16)[None, :]
-    if BITS == 4:
-        pair = tl.load(at)
-        low = (pair & 15) - 8
-        high = ((pair >> 4) & 15) - 8
-    else:
-        low = tl.load(at)
-        high = tl.load(at + 512)
-    acc = multiply(low, scale, x_low, acc, INTERPRETED)
-    return multiply(high, scale, x_high, acc, INTERPRETED)
+    low, high = load_weights(bytes_ptr + (tile_group * (128 * BITS) + row * 16), scale, x_low.dtype, BITS)
+    acc = multiply(low, x_low, acc, INTERPRETED)
+    return multiply(high, x_high, acc, INTERPRETED)
 
 
 @triton.jit
-def multiply(codes, scale, x, acc, INTERPRETED: tl.constexpr):
-    """acc + (codes * scale) xT, the weights rounded to the type of x"""
-    weights = (codes.to(tl.float32) * scale.to(tl.float32)[:, None]).to(x.dtype)
+def load_weights(ptrs, scale, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The columns of a group in two halves [outputs, 32], as `halved` has them for 4 bits.  ptrs, scale  [outputs]"""
+    outputs: tl.constexpr = ptrs.shape[0]
+    # three dimensions, so that the 16 bytes of a row stay one load
+    at = ptrs[:, None, None] + 256 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    if BITS == 4:
+        pair = tl.reshape(tl.load(at), [outputs, 32]).to(tl.int16)
+        low = nibble_weights(pair & 15, scale, dtype)
+        high = nibble_weights((pair >> 4) & 15, scale, dtype)
+    else:
+        low = byte_weights(tl.reshape(tl.load(at), [outputs, 32]), scale, dtype)
+        high = byte_weights(tl.reshape(tl.load(at + 512), [outputs, 32]), scale, dtype)
+    return low, high
+
+
+@triton.jit
+def nibble_weights(nibbles, scale, dtype: tl.constexpr):
+    """(n - 8) * scale of nibbles [outputs, 32] int16"""
+    if dtype == tl.bfloat16:
+        # a nibble is the lowest bits of a bf16 number from 128 on: integers take the hardware longer to convert
+        codes = (nibbles | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+        return codes.to(tl.bfloat16) * scale.to(tl.bfloat16)[:, None]
+    else:
+        return (nibbles - 8).to(dtype) * scale.to(dtype)[:, None]
+
+
+@triton.jit
+def byte_weights(codes, scale, dtype: tl.constexpr):
+    return (codes.to(tl.float32) * scale.to(tl.float32)[:, None]).to(dtype)
+
+
+@triton.jit
+def multiply(weights, x, acc, INTERPRETED: tl.constexpr):
     # the interpreter multiplies bf16 wrongly
     if INTERPRETED:
-        return tl.dot(weights.to(tl.float32), tl.trans(x).to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(x.to(tl.float32), tl.trans(weights).to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(weights, tl.trans(x), acc)
+        return tl.dot(x, tl.trans(weights), acc)

@@ -145,7 +145,7 @@ def test_compiles_within_shared_memory(capability, is_swiglu):
     constants = {
         "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n // (2 if is_swiglu else 1),
         "NUM_STAGES": shape.num_stages, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu, "IS_GROUPED": True,
-        "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "INTERPRETED": False,
+        "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "HALVES_OUTPUT": is_swiglu, "INTERPRETED": False,
     }  # fmt: skip
     made = compiled(quantized_matmul_kernel, capability, types, constants, shape.num_warps)
     assert made.metadata.shared <= SHARED_MEMORY[capability]
