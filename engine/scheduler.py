@@ -159,9 +159,9 @@ class Scheduler:
     What it reuses is decided with its first chunk, not before: what others compute meanwhile counts, and the snapshot
     that it starts from cannot be given up in between. Admission reserves as if nothing were reused; a hit gives back.
 
-    A schedule counts as run as soon as it is made: what it does to prompts is certain. What it gives to outputs is known
-    to `update` alone, and the next schedule may be made before that. It goes on with the same requests then, takes
-    blocks for as many tokens as may have been accepted, and what it gives to a request that has ended is dropped.
+    A schedule counts as run as soon as it is made: what it does to prompts is certain. What it gives to outputs is
+    known to `update` alone, and the next schedule may be made before that. It goes on with the same requests then,
+    takes blocks for as many tokens as may have been accepted, and what it gives to a request that has ended is dropped.
 
     Who owns what: the scheduler owns pool, prefix cache and slots; a RequestState holds blocks, promises and a slot
     from `_admit` to `_release`, and nothing before or after.
@@ -356,12 +356,13 @@ class Scheduler:
         """Takes over what is reused; returns the snapshot to start from."""
         state.has_begun, state.cuts = True, cuts
         state.num_computed_tokens = state.num_cached_tokens = hit.depth
-        state.block_ids = [node.block_id for node in hit.nodes]
-        state.num_promised_blocks -= len(hit.nodes)
         if self._cache.is_enabled:
             reused = f"{hit.depth} of {state.num_prompt_tokens} prompt tokens reused"
             log.info("request %s: %s; %s", state.request.request_id, reused, hit.explain())
-        return self._cache.adopt(state.path, hit)
+        restored = self._cache.adopt(state.path, hit)
+        state.block_ids = [node.block_id for node in state.path.nodes]
+        state.num_promised_blocks -= len(state.block_ids)
+        return restored
 
     def _address(self, state: RequestState, num_before: int) -> None:
         """Makes what stands now known to the prefix cache, and where whole blocks end keeps the state too.

@@ -1,8 +1,9 @@
 """What of a prompt was computed before: blocks of 64 tokens by their content, and where states stand among them."""
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -55,11 +56,13 @@ class Snapshot:
 class CachedPath:
     """A running request's addressed blocks: everything from its first token on, in order.
 
+    hashes     of the prompt's whole blocks that may be reused, once they were looked up
     extra_ids  blocks held beside the request's own: another request's, of the same content
     latest     the snapshot that this request made last; it may have been given up since
     """
 
     root: bytes
+    hashes: tuple[bytes, ...] | None = None
     nodes: list[Node] = field(default_factory=list)
     extra_ids: list[int] = field(default_factory=list)
     latest: Snapshot | None = None
@@ -73,18 +76,35 @@ class CachedPath:
 class Hit:
     """What the cache knows of a prompt.
 
-    nodes       up to the deepest snapshot: what may be used; empty when nothing may
-    known       tokens up to which blocks are addressed, snapshot or not
-    divergence  first token that differs from what is addressed there, None when nothing is addressed beyond `known`
+    standing   the deepest block at whose end a state stands: up to there it may be used; None when nothing may
+    last       the deepest block that is addressed, state or not
+    following  the prompt's next tokens after that, at most a block of them
     """
 
-    nodes: tuple[Node, ...] = ()
-    known: int = 0
-    divergence: int | None = None
+    standing: Node | None = None
+    last: Node | None = None
+    following: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
-        return len(self.nodes) * BLOCK_SIZE
+        return self.standing.depth if self.standing else 0
+
+    @property
+    def known(self) -> int:
+        """Tokens up to which blocks are addressed."""
+        return self.last.depth if self.last else 0
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Blocks that may be used, in order."""
+        return list(ancestry(self.standing))[::-1]
+
+    @property
+    def divergence(self) -> int | None:
+        """First token that differs from what is addressed there; None when nothing is addressed beyond `known`."""
+        if self.last is None or not self.last.children:
+            return None
+        return self.last.depth + max(_num_equal(c.token_ids, self.following) for c in self.last.children.values())
 
     def explain(self) -> str:
         """Where the prompt parts from what is cached and why no more of it is reused, without a word of the text."""
@@ -142,17 +162,24 @@ class PrefixCache:
 
     def lookup(self, path: CachedPath, token_ids: Sequence[int]) -> Hit:
         """At most len(token_ids) - 1 tokens: the last one's logits have to be computed. Changes nothing."""
-        nodes: list[Node] = []
-        limit = (len(token_ids) - 1) // BLOCK_SIZE if self.is_enabled else 0
-        packed, block_hash = pack(token_ids), path.root
-        for start in range(0, limit * BLOCK_BYTES, BLOCK_BYTES):
-            block_hash = hash_block(block_hash, packed[start : start + BLOCK_BYTES])
-            node = self._nodes.get(block_hash)
-            if node is None:
-                break
-            nodes.append(node)
-        standing = max((i + 1 for i, node in enumerate(nodes) if node.snapshot is not None), default=0)
-        return Hit(tuple(nodes[:standing]), len(nodes) * BLOCK_SIZE, self._divergence(nodes, token_ids))
+        if not self.is_enabled:
+            return Hit()
+        hashes = self.address(path, token_ids)
+        # a block is never addressed without those before it
+        num_known = bisect_left(range(len(hashes)), True, key=lambda index: hashes[index] not in self._nodes)
+        last = self._nodes[hashes[num_known - 1]] if num_known else None
+        standing = next((node for node in ancestry(last) if node.snapshot is not None), None)
+        return Hit(standing, last, tuple(token_ids[num_known * BLOCK_SIZE : (num_known + 1) * BLOCK_SIZE]))
+
+    def address(self, path: CachedPath, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """The hashes of a prompt's blocks, computed once: two prompts of one tenant are alike as far as these are."""
+        if path.hashes is None:
+            limit = (len(token_ids) - 1) // BLOCK_SIZE
+            packed, hashes = pack(token_ids), [path.root]
+            for start in range(0, limit * BLOCK_BYTES, BLOCK_BYTES):
+                hashes.append(hash_block(hashes[-1], packed[start : start + BLOCK_BYTES]))
+            path.hashes = tuple(hashes[1:])
+        return path.hashes
 
     def adopt(self, path: CachedPath, hit: Hit) -> int | None:
         """The request holds the hit's blocks from now on, each in place of one promised to it.
@@ -162,13 +189,13 @@ class PrefixCache:
         self.counts["num_prefix_queries"] += 1
         self.counts["num_cached_tokens"] += hit.depth
         self._clock += hit.depth
-        if not hit.nodes:
+        if hit.standing is None:
             return None
-        path.nodes = list(hit.nodes)
-        for node in hit.nodes:
+        path.nodes = hit.nodes
+        for node in path.nodes:
             self._pool.share(node.block_id)
-        self._pool.release((), len(hit.nodes))
-        snapshot = hit.nodes[-1].snapshot
+        self._pool.release((), len(path.nodes))
+        snapshot = hit.standing.snapshot
         assert snapshot is not None
         snapshot.last_use, snapshot.was_hit, snapshot.is_waypoint = self._clock, True, False
         return snapshot.index
@@ -238,17 +265,12 @@ class PrefixCache:
             assert node.snapshot is not None or node.children, "a block is kept for nothing"
             assert all(self._pool.is_kept(child.block_id) for child in node.children.values())
 
-    def _divergence(self, nodes: Sequence[Node], token_ids: Sequence[int]) -> int | None:
-        """The furthest that any block after `nodes` agrees with the prompt."""
-        if not nodes:
-            return None
-        following = token_ids[len(nodes) * BLOCK_SIZE : (len(nodes) + 1) * BLOCK_SIZE]
-        agreed = [_num_equal(child.token_ids, following) for child in nodes[-1].children.values()]
-        return nodes[-1].depth + max(agreed) if agreed else None
-
     def _address(self, path: CachedPath, token_ids: tuple[int, ...], block_id: int) -> Node:
         parent = path.nodes[-1] if path.nodes else None
-        block_hash = hash_block(parent.block_hash if parent else path.root, pack(token_ids))
+        if path.hashes is not None and len(path.nodes) < len(path.hashes):
+            block_hash = path.hashes[len(path.nodes)]
+        else:
+            block_hash = hash_block(parent.block_hash if parent else path.root, pack(token_ids))
         node = self._nodes.get(block_hash)
         if node is None:
             node = Node(block_hash, block_id, parent, token_ids, (parent.depth if parent else 0) + BLOCK_SIZE)
@@ -310,6 +332,13 @@ class PrefixCache:
             if node.parent is not None:
                 del node.parent.children[node.block_hash]
             node = node.parent
+
+
+def ancestry(node: Node | None) -> Iterator[Node]:
+    """The block, the one before it, and so on to the first."""
+    while node is not None:
+        yield node
+        node = node.parent
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
