@@ -36,12 +36,12 @@ class GatedAttention:
         attended = paged_attention(
             query, cache, rows.query_starts, rows.context_lens, rows.block_tables, self.head_dim**-0.5
         )
-        return self.output(sigmoid_mul(attended.flatten(1), gate), residual=x)
+        return self.output(sigmoid_mul(attended.flatten(1), gate), residual=x, is_prompt=rows.commits)
 
     def _project(self, x: torch.Tensor, norm: RMSNorm, rows: Rows) -> tuple[torch.Tensor, ...]:
         normed, kv_heads = self.heads + self.kv_heads, self.kv_heads
         sizes = [count * self.head_dim for count in (normed, kv_heads, self.heads)]
-        query_key, values, gate = self.projection(x, norm).split(sizes, dim=-1)
+        query_key, values, gate = self.projection(x, norm, is_prompt=rows.commits).split(sizes, dim=-1)
         query_key = rope(self.norm(query_key.unflatten(-1, (normed, self.head_dim))), rows.cos, rows.sin)
         query, keys = query_key.split([self.heads, kv_heads], dim=1)
         return query, keys, values.unflatten(-1, (kv_heads, self.head_dim)), gate

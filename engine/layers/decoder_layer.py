@@ -30,4 +30,4 @@ class DecoderLayer:
     def __call__(self, x: torch.Tensor, rows: Rows, memory: PagedKV | DeltaState) -> torch.Tensor:
         """memory  the KV cache or the state of this layer, as its mixer needs"""
         x = self.mixer(x, self.mixer_norm, rows, memory)
-        return self.feed_forward(x, self.feed_forward_norm)
+        return self.feed_forward(x, self.feed_forward_norm, is_prompt=rows.commits)

@@ -41,11 +41,11 @@ class GatedDeltaNet:
         gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
         value_width = self.value_heads * self.value_dim
         sizes = [len(self.conv), value_width, self.value_heads, self.value_heads]
-        mixed, z, a, b = self.projection(x, norm).split(sizes, dim=-1)
+        mixed, z, a, b = self.projection(x, norm, is_prompt=rows.commits).split(sizes, dim=-1)
         gates = gated_delta_gates(a, b, self.decay, self.dt_bias)
         attended = self._attend(*self._convolve(mixed, rows, memory), *gates, rows, memory)
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        return self.output(self.norm(attended, z).flatten(1), residual=x)
+        return self.output(self.norm(attended, z).flatten(1), residual=x, is_prompt=rows.commits)
 
     def _convolve(self, mixed: torch.Tensor, rows: Rows, memory: DeltaState) -> tuple[torch.Tensor, ...]:
         """Query and key of unit length and value, one row per token, in fp32."""

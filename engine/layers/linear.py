@@ -15,8 +15,14 @@ class Linear:
     weight: torch.Tensor
 
     def __call__(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> torch.Tensor:
+        """is_prompt  the rows are a prompt's; a plain matrix makes no difference between them and others"""
         y = F.linear(norm(x) if norm else x, self.weight)
         return y if residual is None else residual + y
 

@@ -20,5 +20,5 @@ class Mlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         return self.down(silu_mul(self.gate_up(x, norm)), residual=x)

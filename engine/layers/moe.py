@@ -29,7 +29,7 @@ class SparseMoe:
     shared_down: Linear
     num_chosen: int
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         normed = norm(x)
         logits, shared_gate = self.router(normed).split([len(self.gate_up), 1], dim=-1)
         experts, weights = route(logits, self.num_chosen)

