@@ -36,6 +36,14 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body; counted while it is read."""
 
+    max_held_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Request bodies held at once, over all connections, from their first byte to the end of their answer; more is
+    answered with 503."""
+
+    request_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that is this long in sending a request's head, silent in the middle of its body, or slower over all than
+    16 KiB/s for this long, is left."""
+
     heartbeat_s: float = Field(default=10.0, gt=0, le=10)
     """Longest silence of an open stream."""
 
@@ -51,6 +59,11 @@ class ServerConfig(Section):
     def _check(self) -> Self:
         if self.engine == "scripted" and self.script is None:
             raise ValueError("engine 'scripted' needs script, a JSONL file")
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_held_body_bytes {self.max_held_body_bytes} is less than max_body_bytes {self.max_body_bytes}, "
+                "so the largest body would never be taken"
+            )
         if self.keys_file is None and not is_loopback(self.host):
             raise ValueError(f"host {self.host} is not loopback: set keys_file, or listen on 127.0.0.1")
         return self

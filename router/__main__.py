@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import uvloop
 
 from config import ConfigError, RouterConfig, load, settings_file, usage
+from config.listen import PortError, address, bind
 from router.admin import admin_app
 from router.app import Gateway
 from router.guard import beside
-from router.listen import PortError, address, bind, http_server
+from router.listen import http_server
 from router.log import start_logging
 from router.reload import Reloader
 

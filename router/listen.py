@@ -1,56 +1,11 @@
-"""Sockets to listen on and the servers behind them."""
+"""The servers behind the gateway's sockets."""
 
-import asyncio
-import errno
-import socket
 from contextlib import nullcontext
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config import RouterConfig
-
-# above the idle time after which clients drop a pooled connection themselves
-_KEEP_ALIVE_S = 75
-
-
-class PortError(Exception):
-    """A port cannot be listened on; the text says what to do."""
-
-
-def deadline_protocol(head_s: float) -> type[HttpToolsProtocol]:
-    """The HTTP protocol that closes a connection whose request head is not complete in time."""
-
-    class DeadlineProtocol(HttpToolsProtocol):
-        deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._start_deadline()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._start_deadline()
-
-        def on_headers_complete(self) -> None:
-            self._stop_deadline()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_deadline()
-            super().connection_lost(exc)
-
-        def _start_deadline(self) -> None:
-            # the bytes that come later do not put it off
-            if self.deadline is None:
-                self.deadline = self.loop.call_later(head_s, self.transport.close)
-
-        def _stop_deadline(self) -> None:
-            if self.deadline is not None:
-                self.deadline.cancel()
-                self.deadline = None
-
-    return DeadlineProtocol
+from config.listen import KEEP_ALIVE_S, deadline_protocol
 
 
 class QuietServer(uvicorn.Server):
@@ -58,29 +13,6 @@ class QuietServer(uvicorn.Server):
 
     def capture_signals(self) -> nullcontext[None]:
         return nullcontext()
-
-
-def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A bound socket; raises PortError that names the flag to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only where the protocol is named
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortError(
-                f"port {port} on {host} is taken: stop what listens there, or choose another with {flag} PORT"
-            ) from error
-        raise PortError(f"cannot listen on {host} port {port} ({flag}): {error.strerror}") from error
-    return listener
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def http_server(config: RouterConfig, app: object, lifespan: str) -> QuietServer:
@@ -94,7 +26,7 @@ def http_server(config: RouterConfig, app: object, lifespan: str) -> QuietServer
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
         )
     )

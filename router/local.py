@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from config import ConfigError, EngineConfig, RouterConfig, ServerConfig, load, split_flags, usage
 from config.keys import Key, digest, generate, write_keys
+from config.listen import PortError, bind
 from router.discovery import known_upstreams
-from router.listen import PortError, bind
 
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
 START_S = 900.0

@@ -1,6 +1,5 @@
 """``python -m server``: the OpenAI-compatible server over the engine."""
 
-import errno
 import functools
 import logging
 import signal
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from sse_starlette.sse import AppStatus
 
 from config import ConfigError, EngineConfig, ServerConfig, load_keys
+from config.listen import KEEP_ALIVE_S, PortError, address, bind, deadline_protocol
 from config.load import load, usage
 from engine import Engine, EngineClient, resolve_checkpoint
 from server.app import build_app
@@ -25,8 +25,6 @@ from server.scripted import ScriptedEngine
 from server.serving import Serving
 
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig}
-# longer than clients keep idle connections, so that it is never the server that closes under them
-KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
@@ -37,17 +35,13 @@ def main(argv: list[str]) -> int:
     try:
         settings = load(SECTIONS, argv)
         return serve(settings["engine"], settings["server"])
-    except (ConfigError, AddressError) as error:
+    except (ConfigError, PortError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-class AddressError(Exception):
-    """The server cannot listen where it should."""
-
-
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Runs until a signal or until the engine cannot be started, or not again. raises ConfigError, AddressError"""
+    """Runs until a signal or until the engine cannot be started, or not again. raises ConfigError, PortError"""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keys = load_keys(config.keys_file) if config.keys_file else None
     listener = listen(config.host, config.port)
@@ -60,7 +54,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     failures: list[Exception] = []
 
     def announce(model: ServedModel) -> None:
-        print(banner(model, listener.getsockname(), config), flush=True)
+        print(banner(model, address(listener), config), flush=True)
 
     def give_up(error: Exception) -> None:
         failures.append(error)
@@ -99,22 +93,9 @@ def make_engine(engine_config: EngineConfig, config: ServerConfig, load: Callabl
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """raises AddressError, which says how to choose another address"""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only where the protocol is spelled out
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise AddressError(
-                f"port {port} on {host} is taken: stop what listens there, or choose another with --port or "
-                "LONGLANE_SERVER_PORT"
-            ) from error
-        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host") from error
+    """Open at once, so that clients wait while the engine loads. raises PortError"""
+    listener = bind(host, port, "LONGLANE_SERVER_PORT or --port")
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -122,7 +103,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=deadline_protocol(config.request_timeout_s),
         lifespan="on",
         log_config=None,
         # one line says what is served; uvicorn's own chatter is for debugging
@@ -134,13 +115,9 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def banner(model: ServedModel, address: tuple, config: ServerConfig) -> str:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+def banner(model: ServedModel, url: str, config: ServerConfig) -> str:
     access = "API keys required" if config.keys_file else "no keys set: any key is accepted, this machine only"
-    return (
-        f"serving {model.name} on {model.info.device} at http://{host}:{address[1]}/v1 "
-        f"(context {model.max_model_len} tokens; {access})"
-    )
+    return f"serving {model.name} on {model.info.device} at {url}/v1 (context {model.max_model_len} tokens; {access})"
 
 
 if __name__ == "__main__":

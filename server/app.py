@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.auth import AccessControl
+from server.body import HeldBody
 from server.errors import ApiError, InternalError, from_exception
 from server.http import error_response
 from server.openapi import Operation, openapi_document
@@ -114,6 +115,8 @@ class RequestBoundary:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(send, _request_id(scope))
+        held = HeldBody(self._serving.held)
+        scope.setdefault("state", {})["held"] = held
         try:
             self._identify(scope, exchange.request_id)
             await self._app(scope, receive, exchange.send)
@@ -122,10 +125,11 @@ class RequestBoundary:
         except Exception as error:
             await self._fail(scope, receive, exchange, error)
         finally:
+            held.release()
             self._serving.metrics.answered(_handler(scope), scope["method"], exchange.status)
 
     def _identify(self, scope: Scope, request_id: str) -> None:
-        state = scope.setdefault("state", {})
+        state = scope["state"]
         state["request_id"] = request_id
         if scope["path"] not in self._open_paths:
             state["caller"] = self._access.identify(Headers(scope=scope))

@@ -78,7 +78,7 @@ class ChatCompletions:
 
     async def create(self, request: Request) -> Response | ASGIApp:
         """Whatever can answer 4xx happens here, before any header."""
-        body, unknown = await read_json(request, ChatRequest, self._serving.config.max_body_bytes)
+        body, unknown = await read_json(request, ChatRequest, self._serving.config)
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)

@@ -42,7 +42,7 @@ class Completions:
         self._serving = serving
 
     async def create(self, request: Request) -> Response | ASGIApp:
-        body, unknown = await read_json(request, CompletionRequest, self._serving.config.max_body_bytes)
+        body, unknown = await read_json(request, CompletionRequest, self._serving.config)
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)

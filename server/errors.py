@@ -7,6 +7,7 @@ ApiError
 ├── AuthenticationError         401
 ├── PermissionDeniedError       403
 ├── NotFoundError               404
+├── SlowRequestError            408; the connection is closed, as the rest of the body may still come
 ├── BodyTooLargeError           413
 ├── MediaTypeError              415
 ├── OverloadedError             503 server_is_overloaded; carries Retry-After
@@ -109,6 +110,15 @@ class MethodNotAllowedError(ApiError):
 
     def headers(self) -> dict[str, str]:
         return super().headers() | {"allow": self.allowed}
+
+
+class SlowRequestError(ApiError):
+    status = 408
+    type = INVALID_REQUEST
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
 
 
 class BodyTooLargeError(ApiError):

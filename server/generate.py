@@ -30,7 +30,7 @@ class Generate:
 
     async def create(self, request: Request) -> Response:
         started = time.perf_counter()
-        body, unknown = await read_json(request, GenerateRequest, self._serving.config.max_body_bytes)
+        body, unknown = await read_json(request, GenerateRequest, self._serving.config)
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(model.name if body.model is None else body.model, model, caller)

@@ -7,7 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.errors import ApiError, BadRequestError, BodyTooLargeError, MediaTypeError, body_for
+from config import ServerConfig
+from server.body import read_body
+from server.errors import ApiError, BadRequestError, MediaTypeError, body_for
 from server.protocol import Body, parse, to_json
 
 # parsing a larger body would hold up every stream
@@ -23,25 +25,13 @@ def error_response(path: str, error: ApiError, request_id: str) -> Response:
     return json_response(body, status, error.headers())
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, counted while it arrives. raises BodyTooLargeError"""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
+async def read_json(request: Request, kind: type[Body], config: ServerConfig) -> tuple[Body, list[str]]:
+    """The request and the names of its unknown fields.
 
-
-async def read_json(request: Request, kind: type[Body], max_bytes: int) -> tuple[Body, list[str]]:
-    """The request and the names of its unknown fields. raises BadRequestError, BodyTooLargeError, MediaTypeError"""
+    raises  BadRequestError, MediaTypeError, and what `read_body` raises
+    """
     _check_media_type(request.headers)
-    raw = await read_body(request, max_bytes)
+    raw = await read_body(request, config)
     if not raw:
         raise BadRequestError("The body is empty; send a JSON object.", code="invalid_json")
     if len(raw) <= INLINE_BYTES:
@@ -56,7 +46,3 @@ def _check_media_type(headers: Mapping[str, str]) -> None:
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise MediaTypeError(f"content-encoding {encoding!r} is not accepted; send the body as it is.")
-
-
-def _too_large(max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"The body is larger than {max_bytes} bytes (max_body_bytes of the server).")

@@ -72,7 +72,7 @@ class Messages:
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def _read(self, request: Request) -> tuple[MessagesRequest, ServedModel, Caller]:
-        body, unknown = await read_json(request, MessagesRequest, self._serving.config.max_body_bytes)
+        body, unknown = await read_json(request, MessagesRequest, self._serving.config)
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)

@@ -19,6 +19,7 @@ from server.errors import (
     NotFoundError,
     OverloadedError,
     PermissionDeniedError,
+    SlowRequestError,
     is_messages,
     status_for,
 )
@@ -29,7 +30,7 @@ VERSION = "3.1.0"
 REFERENCE = "#/components/schemas/{name}"
 FAILS_ALWAYS: tuple[type[ApiError], ...] = (InternalError,)
 FAILS_GUARDED = (BadRequestError, AuthenticationError, PermissionDeniedError, NotFoundError, OverloadedError)
-FAILS_WITH_BODY = (BodyTooLargeError, MediaTypeError)
+FAILS_WITH_BODY = (BodyTooLargeError, MediaTypeError, SlowRequestError)
 REQUEST_ID = {"x-request-id": {"schema": {"type": "string"}, "required": True}}
 RETRY_AFTER = {"retry-after": {"schema": {"type": "integer", "minimum": 1, "maximum": 60}}}
 SECURITY_SCHEMES = {

@@ -50,7 +50,7 @@ class Responses:
         self._store = ResponseStore()
 
     async def create(self, request: Request) -> Response | ASGIApp:
-        body, unknown = await read_json(request, ResponsesRequest, self._serving.config.max_body_bytes)
+        body, unknown = await read_json(request, ResponsesRequest, self._serving.config)
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config import ServerConfig
 from engine import Engine, EngineError, Request
+from server.body import HeldBytes
 from server.checkpoint import TextFiles, TextFilesError, load_text_files
 from server.errors import OverloadedError
 from server.generation import Generation
@@ -45,6 +46,7 @@ class Serving:
         self.name = name
         self.engine = engine
         self.metrics = metrics
+        self.held = HeldBytes(config.max_held_body_bytes)
         self._load = load
         self._on_ready = on_ready
         self._on_failure = on_failure

@@ -21,7 +21,7 @@ class Tokenize:
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a bare prompt, or of messages as the chat template renders them."""
-        body, _ = await read_json(request, TokenizeRequest, self._serving.config.max_body_bytes)
+        body, _ = await read_json(request, TokenizeRequest, self._serving.config)
         model = self._model(request, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError("Send either prompt or messages.", param="prompt")
@@ -36,7 +36,7 @@ class Tokenize:
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        body, _ = await read_json(request, DetokenizeRequest, self._serving.config.max_body_bytes)
+        body, _ = await read_json(request, DetokenizeRequest, self._serving.config)
         model = self._model(request, body.model)
         if wrong := [token for token in body.tokens if not 0 <= token < model.info.vocab_size]:
             raise BadRequestError(f"tokens: {wrong[0]} is no token id below {model.info.vocab_size}.", param="tokens")

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import uvloop
 
 from config import RouterConfig, Upstream
+from config.listen import bind
 from router.app import Gateway
-from router.listen import bind, http_server
+from router.listen import http_server
 from router.trace import Tracing
 
 

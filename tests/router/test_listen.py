@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from router.listen import bind
+from config.listen import bind
 
 
 def test_small_writes_are_not_held_back_on_any_event_loop():

@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from config.listen import KEEP_ALIVE_S
 from tests.server.live import NAME, events, running
 from tests.server.test_chat import TOOLS, ask
 
@@ -173,8 +174,6 @@ def test_pooled_connections_outlive_a_client_s_pool(live):
         connection.request("GET", "/health")
         assert connection.getresponse().read() == b'{"status":"alive"}'
     connection.close()
-    from server.__main__ import KEEP_ALIVE_S
-
     assert KEEP_ALIVE_S > 30
 
 
