@@ -95,11 +95,9 @@ def dense_shape(device: torch.device, rows: int) -> MatmulShape:
 
 def matmul_shape_for(capability: tuple[int, int], rows: int) -> MatmulShape:
     """rows  that share a matrix, on average"""
-    block_m = min(128, max(16, triton.next_power_of_2(rows)))
-    has_wide_tiles = capability in ((9, 0), (10, 0))
-    if block_m == 128 and not has_wide_tiles:
-        block_m = 64
-    return MatmulShape(block_m, 128, 8 if block_m == 128 else 4, 4 if has_wide_tiles else 3)
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    has_room = capability in ((9, 0), (10, 0))
+    return MatmulShape(block_m, 256 if has_room and block_m == 64 else 128, 4, 3)
 
 
 def in_order_of(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
