@@ -46,6 +46,10 @@ class EngineConfig(Section):
     prefill_chunk: int = Field(default=512, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
     """Prompt tokens computed in one step; decoding requests get a token between two chunks."""
 
+    longest_gap_ms: float | None = Field(default=None, gt=0)
+    """Longest time between two tokens of an answer while prompts are computed beside it: chunks are made as small as
+    that takes. 100 on a GPU and without bound on a CPU when not set."""
+
     prefix_caching: bool = True
     """Reuse what was computed for an earlier prompt that begins alike. Tenants never share."""
 

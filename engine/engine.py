@@ -1,6 +1,7 @@
 """The loop's body: schedule, launch, update."""
 
 import secrets
+import time
 from dataclasses import replace
 
 from engine.constraint import Constraints
@@ -29,6 +30,7 @@ class EngineCore:
         self._memory = memory
         self._aborted: list[TokenEvent] = []
         self._in_flight: Schedule | None = None
+        self._launched_s = self._collected_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -58,11 +60,12 @@ class EngineCore:
         """
         events, self._aborted = self._aborted, []
         schedule = self._scheduler.schedule()
+        began_s = time.monotonic()
         if not schedule.is_empty:
             self._runner.launch_forward(schedule)
         if self._in_flight is not None:
             events += self._collect(self._in_flight)
-        self._in_flight = None if schedule.is_empty else schedule
+        self._in_flight, self._launched_s = None if schedule.is_empty else schedule, began_s
         if self._in_flight is not None:
             self._runner.launch_sampling()
             if not self._runner.is_ahead:
@@ -82,6 +85,9 @@ class EngineCore:
     def _collect(self, schedule: Schedule) -> list[TokenEvent]:
         events = [self._closed(event) for event in self._scheduler.update(schedule, self._runner.collect())]
         self._runner.keep(self._scheduler.copies)
+        # a pass begins when it was launched or when the one before it has ended, whichever came last
+        began_s, self._collected_s = max(self._launched_s, self._collected_s), time.monotonic()
+        self._scheduler.observe(schedule, self._collected_s - began_s)
         return events
 
     def _closed(self, event: TokenEvent) -> TokenEvent:

@@ -32,6 +32,7 @@ log = logging.getLogger("longlane.engine")
 NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
+GPU_GAP_MS = 100.0
 
 
 def load_engine(config: EngineConfig) -> EngineCore:
@@ -126,7 +127,13 @@ def _build_scheduler(config: EngineConfig, demand: Demand, info: EngineInfo, key
         num_snapshots=demand.num_snapshots,
         cache_key=key,
         reuses_decoded=not config.deterministic,
+        longest_gap_s=_longest_gap_s(config, info),
     )
+
+
+def _longest_gap_s(config: EngineConfig, info: EngineInfo) -> float | None:
+    gap_ms = config.longest_gap_ms or (None if info.device == "cpu" else GPU_GAP_MS)
+    return None if gap_ms is None else gap_ms / 1000
 
 
 def _budget(config: EngineConfig, device: torch.device) -> int:

@@ -66,13 +66,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. The salt keeps tenants' cached prefixes apart."""
+    """One generation. The salt keeps tenants' cached prefixes apart.
+
+    marks  tokens up to which messages of the prompt reach, ascending; the first that of system and tools
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import enum
 import logging
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_cache import CachedPath, Hit, PrefixCache
+from engine.chunk_budget import ChunkBudget
 from engine.errors import QueueFullError
+from engine.prompt_order import Candidate, PromptOrder
 from engine.request import EngineStats, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 
 log = logging.getLogger("longlane.engine.reuse")
@@ -153,11 +155,16 @@ class Outcome:
 class Scheduler:
     """Makes every request's num_computed_tokens catch up with its number of tokens; there are no phases.
 
-    A request is admitted when a slot is free and its prompt + max_tokens can be promised in blocks, in the order of
-    priority (higher first), then arrival. What is admitted finishes: nothing is preempted.
+    A request is admitted when a slot is free and its prompt + max_tokens can be promised in blocks. The next in line
+    has the highest priority, then a tenant with the fewest requests running, then came first; once it is next, only a
+    higher priority passes it. What is admitted finishes: nothing is preempted.
 
-    What it reuses is decided with its first chunk, not before: what others compute meanwhile counts, and the snapshot
-    that it starts from cannot be given up in between. Admission reserves as if nothing were reused; a hit gives back.
+    Prompts share a step's tokens as PromptOrder and ChunkBudget say. Of prompts that begin alike and arrive together
+    one is computed, and the others wait for what they have in common; when it is aborted, they go on from there.
+
+    What a request reuses is decided with its first chunk, not before: what others compute meanwhile counts, and the
+    snapshot that it starts from cannot be given up in between. Admission reserves as if nothing were reused; a hit
+    gives back.
 
     A schedule counts as run as soon as it is made: what it does to prompts is certain. What it gives to outputs is
     known to `update` alone, and the next schedule may be made before that. It goes on with the same requests then,
@@ -179,10 +186,12 @@ class Scheduler:
         num_snapshots: int = 0,
         cache_key: bytes = b"",
         reuses_decoded: bool = True,
+        longest_gap_s: float | None = None,
     ) -> None:
         """num_snapshots    0 turns reuse off
         cache_key        what the content of a block depends on beside its tokens
         reuses_decoded   also keep what was computed token by token; it differs from prefill by rounding
+        longest_gap_s    that a decoding request waits for its next token because prompts are computed
         """
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache(self._pool, num_snapshots, cache_key)
@@ -190,7 +199,9 @@ class Scheduler:
         self._copies: list[SnapshotCopy] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
-        self._prefill_chunk = prefill_chunk
+        self._budget = ChunkBudget(prefill_chunk, longest_gap_s)
+        self._order = PromptOrder()
+        self._next: RequestState | None = None
         self._num_drafts = num_drafts
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
@@ -214,7 +225,7 @@ class Scheduler:
         state = RequestState(request, self._num_arrived, seed, list(request.prompt_token_ids), path)
         if self._waiting or not self._admit(state):
             self._check_queue(state)
-            insort(self._waiting, state, key=_queue_order)
+            self._waiting.append(state)
         self._num_arrived += 1
         self._by_id[request.request_id] = state
 
@@ -229,10 +240,9 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """What to run after everything that was scheduled before."""
-        while self._waiting and self._admit(self._waiting[0]):
-            del self._waiting[0]
+        self._admit_waiting()
         decodes = tuple(state for state in self._running if not state.is_prefilling and state.may_go_on)
-        chunks = tuple(self._cut_chunks())
+        chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes))))
         for state in decodes:
             self._cover(state, self._most_tokens(state))
         self._copies = []
@@ -258,6 +268,11 @@ class Scheduler:
                 self._accept(state, outcome)
                 events.append(self._append(state, outcome))
         return events
+
+    def observe(self, schedule: Schedule, seconds: float) -> None:
+        """What a schedule took, for the size of those to come. Only requests that decode are waiting for its end."""
+        if schedule.decodes:
+            self._budget.observe(sum(chunk.end - chunk.start for chunk in schedule.chunks), seconds)
 
     @property
     def copies(self) -> tuple[SnapshotCopy, ...]:
@@ -288,6 +303,18 @@ class Scheduler:
         assert sorted(self._free_slots + slots) == list(range(self._num_slots))
         assert len(self._by_id) == len(self._running) + len(self._waiting)
         assert self._running or self._pool.is_idle
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            running = Counter(state.request.cache_salt for state in self._running)
+            self._next = min(self._waiting, key=lambda state: self._queue_order(state, running))
+            if not self._admit(self._next):
+                return
+            self._waiting.remove(self._next)
+
+    def _queue_order(self, state: RequestState, running: Counter[str]) -> tuple[int, bool, int, int]:
+        request = state.request
+        return -request.priority, state is not self._next, running[request.cache_salt], state.arrival
 
     def _admit(self, state: RequestState) -> bool:
         num_blocks = -(-state.token_limit // BLOCK_SIZE)
@@ -321,25 +348,57 @@ class Scheduler:
     def _num_waiting_tokens(self) -> int:
         return sum(state.num_prompt_tokens for state in self._waiting)
 
-    def _cut_chunks(self) -> Iterator[Chunk]:
-        """At most prefill_chunk prompt tokens. Each chunk ends at a multiple of 64 or with its prompt, where states may
-        be kept for reuse and where the chunked recurrence is cut anyway."""
-        budget = self._prefill_chunk
-        for state in self._running:
-            if not state.is_prefilling:
-                continue
-            chunk = self._cut(state, budget) if budget else None
+    def _cut_chunks(self, budget: int) -> Iterator[Chunk]:
+        """Each chunk ends at a multiple of 64 or with its prompt, where states may be kept for reuse and where the
+        chunked recurrence is cut anyway."""
+        prompts = {state: self._look_up(state) for state in self._running if state.is_prefilling}
+        self._order.begin_step({state.request.cache_salt for state in prompts})
+        while prompts and budget:
+            state = self._order.choose([_candidate(state, hit) for state, hit in prompts.items()]).key
+            hit = prompts.pop(state)
+            if leader := self._leader(state, hit):
+                # the turn is spent on what both wait for, unless that had one already
+                if leader not in prompts:
+                    continue
+                state, hit = leader, prompts.pop(leader)
+            chunk = self._cut(state, hit, budget)
             if chunk is None:
                 return
             yield chunk
             budget -= chunk.end - chunk.start
+            self._order.serve(state.request.cache_salt, chunk.end - chunk.start)
 
-    def _cut(self, state: RequestState, budget: int) -> Chunk | None:
+    def _look_up(self, state: RequestState) -> Hit | None:
+        """What a prompt that has not begun may reuse now."""
+        return None if state.has_begun else self._cache.lookup(state.path, state.request.prompt_token_ids)
+
+    def _leader(self, state: RequestState, hit: Hit | None) -> RequestState | None:
+        """A request that will soon have computed more of this prompt's beginning than is cached; it leaves a state
+        where the two part."""
+        if hit is None or not self._cache.is_enabled:
+            return None
+        ahead = [other for other in self._running if other.has_begun and other.is_prefilling]
+        leader = max(ahead, key=lambda other: self._num_alike(state, other), default=None)
+        if leader is None:
+            return None
+        depth = self._num_alike(state, leader)
+        if depth <= max(hit.depth, leader.num_computed_tokens):
+            return None
+        if depth not in leader.cuts:
+            leader.cuts = (*leader.cuts, depth)
+        return leader
+
+    def _num_alike(self, first: RequestState, second: RequestState) -> int:
+        """Tokens of whole blocks with which both prompts begin."""
+        ours, others = (self._cache.address(s.path, s.request.prompt_token_ids) for s in (first, second))
+        shorter = range(min(len(ours), len(others)))
+        return bisect_left(shorter, True, key=lambda index: ours[index] != others[index]) * BLOCK_SIZE
+
+    def _cut(self, state: RequestState, hit: Hit | None, budget: int) -> Chunk | None:
         """The next chunk of one prompt; None when not even a block of it fits the budget."""
-        if state.has_begun:
+        if hit is None:
             end = _chunk_end(state, state.num_computed_tokens, state.cuts, budget)
             return Chunk(state, state.num_computed_tokens, end) if end > state.num_computed_tokens else None
-        hit = self._cache.lookup(state.path, state.request.prompt_token_ids)
         cuts = self._choose_cuts(state, hit)
         end = _chunk_end(state, hit.depth, cuts, budget)
         if end <= hit.depth:
@@ -347,10 +406,12 @@ class Scheduler:
         return Chunk(state, hit.depth, end, is_first=True, restored=self._begin(state, hit, cuts))
 
     def _choose_cuts(self, state: RequestState, hit: Hit) -> tuple[int, ...]:
-        """Where another conversation left this text, and the last whole block that the same prompt could reuse."""
+        """Where another conversation left this text, the ends of messages after which another may, and the last whole
+        block that the same prompt could reuse."""
         if not self._cache.is_enabled:
             return ()
-        return hit.known, (state.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        ends = (hit.known, *chosen_marks(state.request.marks), state.num_prompt_tokens - 1)
+        return tuple(end // BLOCK_SIZE * BLOCK_SIZE for end in ends)
 
     def _begin(self, state: RequestState, hit: Hit, cuts: tuple[int, ...]) -> int | None:
         """Takes over what is reused; returns the snapshot to start from."""
@@ -436,10 +497,17 @@ def cut_at_end(
     return token_ids, None
 
 
+def chosen_marks(marks: Sequence[int]) -> tuple[int, ...]:
+    """Of the ends of a prompt's messages those where states are worth their place: the first, which others share, and
+    the last two, from which the conversation goes on."""
+    return (*marks[:1], *marks[-2:])
+
+
 def _chunk_end(state: RequestState, start: int, cuts: tuple[int, ...], budget: int) -> int:
     end = min((cut for cut in cuts if cut > start), default=state.num_prompt_tokens)
     return end if end - start <= budget else (start + budget) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _queue_order(state: RequestState) -> tuple[int, int]:
-    return -state.request.priority, state.arrival
+def _candidate(state: RequestState, hit: Hit | None) -> Candidate:
+    num_left = state.num_prompt_tokens - (state.num_computed_tokens if hit is None else hit.depth)
+    return Candidate(state, state.request.cache_salt, state.request.priority, state.arrival, num_left)

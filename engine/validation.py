@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from engine.constraint import check_constraint
 from engine.errors import ContextLengthError, RequestError, SamplingError
@@ -30,6 +31,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     prompt, sampling = request.prompt_token_ids, request.sampling
     _check_prompt(prompt, info.vocab_size)
     check_sampling(sampling, info.vocab_size)
+    _check_marks(request.marks, len(prompt))
     if len(prompt) + sampling.max_tokens > info.max_model_len:
         raise ContextLengthError(info.max_model_len, len(prompt), sampling.max_tokens)
 
@@ -89,6 +91,11 @@ def _check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
         if not 0 <= token_id < vocab_size:
             raise SamplingError("logit_bias", f"token ids must lie between 0 and {vocab_size - 1}, got {token_id}")
         _check_range("logit_bias", bias, LOGIT_BIAS_RANGE)
+
+
+def _check_marks(marks: Sequence[int], num_prompt_tokens: int) -> None:
+    if not all(before < after for before, after in pairwise((0, *marks, num_prompt_tokens + 1))):
+        raise RequestError(f"marks must ascend from 1 to {num_prompt_tokens} at most")
 
 
 def _check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:

@@ -343,6 +343,146 @@ def test_a_state_after_a_prompt_is_kept_with_the_schedule_that_reads_it():
     assert spans(s.schedule()) == [("a", 128, 130), ("b", 128, 140)]
 
 
+def prompt(name, *parts, max_tokens=8, salt="", marks=(), priority=0):
+    """parts  (token id, count)"""
+    token_ids = tuple(token_id for token_id, count in parts for _ in range(count))
+    return Request(name, token_ids, SamplingParams(max_tokens=max_tokens), salt, priority, marks)
+
+
+def chunks_until_idle(scheduler):
+    found = []
+    while scheduler.has_requests:
+        schedule, _ = step(scheduler)
+        found += spans(schedule)
+    scheduler.check_integrity()
+    return found
+
+
+def test_equal_prompts_at_once_are_computed_once():
+    s = scheduler(num_snapshots=4)
+    for name in ("first", "second", "third"):
+        s.add(prompt(name, (1, 300), max_tokens=1), seed=0)
+    assert chunks_until_idle(s) == [
+        ("first", 0, 128),
+        ("first", 128, 256),
+        ("first", 256, 300),
+        ("second", 256, 300),
+        ("third", 256, 300),
+    ]
+
+
+def test_what_two_prompts_have_in_common_is_computed_once():
+    s = scheduler(num_snapshots=4, num_blocks=32)
+    s.add(prompt("first", (1, 200), (2, 400), max_tokens=1), seed=0)
+    step(s)
+    s.add(prompt("second", (1, 200), (3, 100), max_tokens=1), seed=0)
+    # the state is left where the two part, and there the second goes on at once
+    assert [spans(step(s)[0]) for _ in range(2)] == [[("first", 128, 192)], [("second", 192, 256), ("first", 192, 256)]]
+
+
+def test_whoever_waits_for_a_prompt_goes_on_when_it_is_aborted():
+    s = scheduler(num_snapshots=4)
+    s.add(prompt("first", (1, 500)), seed=0)
+    s.add(prompt("second", (1, 500)), seed=0)
+    assert spans(step(s)[0]) == [("first", 0, 128)]
+    s.abort("first")
+    s.check_integrity()
+    assert spans(step(s)[0]) == [("second", 128, 256)]
+
+
+def test_tenants_do_not_wait_for_each_other():
+    s = scheduler(num_snapshots=4, prefill_chunk=256)
+    s.add(prompt("first", (1, 128), salt="a"), seed=0)
+    s.add(prompt("second", (1, 128), salt="b"), seed=0)
+    assert spans(step(s)[0]) == [("first", 0, 64), ("second", 0, 64)]
+
+
+def test_short_prompts_pass_a_long_one_that_still_gets_its_share():
+    s = scheduler(num_blocks=64, prefill_chunk=64)
+    s.add(prompt("long", (1, 2000)), seed=0)
+    step(s)
+    for name in ("a", "b"):
+        s.add(prompt(name, (2, 100), max_tokens=1), seed=0)
+    names = [spans(step(s)[0])[0][0] for _ in range(6)]
+    assert names == ["a", "a", "long", "b", "b", "long"]
+
+
+def test_tenants_share_prompt_tokens():
+    """One sends four prompts, another one later; each of the same length."""
+    s = scheduler(num_blocks=64, num_slots=8, prefill_chunk=64)
+    for name in ("a1", "a2", "a3", "a4"):
+        s.add(prompt(name, (1, 200), max_tokens=1, salt="a"), seed=0)
+    step(s)
+    s.add(prompt("b", (2, 200), max_tokens=1, salt="b"), seed=0)
+    order = list(dict.fromkeys(name for name, _, _ in chunks_until_idle(s)))
+    assert order.index("b") == 1
+
+
+def test_a_tenant_with_few_requests_is_admitted_first():
+    s = scheduler(num_slots=2)
+    for name in ("a1", "a2", "a3"):
+        s.add(prompt(name, (1, 10), salt="a"), seed=0)
+    s.add(prompt("b", (1, 10), salt="b"), seed=0)
+    s.abort("a1")
+    step(s)
+    assert {state.request.request_id for state in s.running} == {"a2", "b"}
+
+
+def test_the_next_in_line_stays_next_until_it_fits():
+    s = scheduler(num_blocks=8, num_slots=4)
+    s.add(prompt("a", (1, 64), max_tokens=256, salt="a"), seed=0)
+    s.add(prompt("large", (1, 64), max_tokens=256, salt="a"), seed=0)
+    step(s)
+    s.add(prompt("b", (1, 10), salt="b"), seed=0)
+    step(s)
+    assert [state.request.request_id for state in s.running] == ["a"]
+    s.abort("a")
+    step(s)
+    assert [state.request.request_id for state in s.running] == ["large", "b"]
+
+
+def test_chunks_beside_decoding_requests_shrink_to_the_bound():
+    s = scheduler(num_blocks=200, prefill_chunk=4096, longest_gap_s=0.1)
+    s.add(prompt("decoding", (1, 10), max_tokens=1000), seed=0)
+    schedule, _ = step(s)
+    for _ in range(3):
+        s.observe(step(s)[0], 0.01)
+    s.add(prompt("long", (2, 11_000)), seed=0)
+    sizes = []
+    for _ in range(12):
+        schedule, _ = step(s)
+        ((_, start, end),) = spans(schedule)
+        sizes.append(end - start)
+        # 10 ms and 0.1 ms for each prompt token
+        s.observe(schedule, 0.01 + (end - start) * 1e-4)
+    assert sizes[0] == 256
+    assert sizes[-1] == 640
+    assert max(sizes) <= 900
+
+
+def test_chunks_of_a_context_that_grows_slower_stay_within_the_bound():
+    s = scheduler(num_blocks=4000, prefill_chunk=4096, longest_gap_s=0.1)
+    s.add(prompt("decoding", (1, 10), max_tokens=2000), seed=0)
+    step(s)
+    s.observe(step(s)[0], 0.005)
+    s.add(prompt("long", (2, 200_000)), seed=0)
+    while not (schedule := step(s)[0]).chunks[0].ends_prompt:
+        ((_, start, end),) = spans(schedule)
+        seconds = 0.005 + (end - start) / 50_000 * (1 + start / 70_000)
+        assert seconds <= 0.1
+        s.observe(schedule, seconds)
+
+
+def test_states_stand_after_the_first_and_the_last_messages():
+    s = scheduler(num_snapshots=8, prefill_chunk=1024)
+    s.add(prompt("a", (1, 700), marks=(130, 200, 330, 500, 690)), seed=0)
+    assert [spans(step(s)[0])[0][1:] for _ in range(3)] == [(0, 128), (128, 448), (448, 640)]
+    s.abort("a")
+    # another conversation with the same system and tools
+    s.add(prompt("b", (1, 140), (2, 300)), seed=0)
+    assert spans(step(s)[0])[0] == ("b", 128, 384)
+
+
 class Chaos(RuleBasedStateMachine):
     """Random submits, steps with random acceptance, and aborts in any state; with the outcomes at once, or one step
     late."""
@@ -354,14 +494,16 @@ class Chaos(RuleBasedStateMachine):
         num_snapshots=st.integers(0, 4),
         reuses_decoded=st.booleans(),
         is_ahead=st.booleans(),
+        longest_gap_s=st.sampled_from([None, 0.1]),
     )
-    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded, is_ahead):
+    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded, is_ahead, longest_gap_s):
         self.scheduler = scheduler(
             num_blocks=num_blocks,
             num_slots=num_slots,
             prefill_chunk=prefill_chunk,
             num_snapshots=num_snapshots,
             reuses_decoded=reuses_decoded and not is_ahead,
+            longest_gap_s=longest_gap_s,
         )
         self.is_ahead = is_ahead
         self.in_flight = []
@@ -370,14 +512,25 @@ class Chaos(RuleBasedStateMachine):
         self.expected: dict[str, int] = {}
         self.num_submitted = 0
 
-    @rule(num_prompt_tokens=st.integers(1, 300), max_tokens=st.integers(1, 150), priority=st.integers(-1, 1))
-    def submit(self, num_prompt_tokens, max_tokens, priority):
+    @rule(
+        lengths=st.tuples(st.integers(1, 200), st.integers(0, 150)),
+        max_tokens=st.integers(1, 150),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from("ab"),
+        last=st.integers(1, 2),
+        marks=st.lists(st.integers(1, 350), max_size=4),
+    )
+    def submit(self, lengths, max_tokens, priority, salt, last, marks):
+        num_prompt_tokens = sum(lengths)
         if num_prompt_tokens + max_tokens > self.num_blocks * 64:
             return
+        marks = tuple(sorted(mark for mark in marks if mark <= num_prompt_tokens))
+        parts = (1, lengths[0]), (last, lengths[1])
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
         try:
-            self.scheduler.add(request(name, num_prompt_tokens, max_tokens, priority), seed=0)
+            each = prompt(name, *parts, max_tokens=max_tokens, salt=salt, marks=marks, priority=priority)
+            self.scheduler.add(each, seed=0)
         except QueueFullError:
             return
         self.expected[name] = max_tokens
@@ -397,6 +550,7 @@ class Chaos(RuleBasedStateMachine):
         for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
             assert len(state.block_ids) * 64 <= state.token_limit + 63
         self.check_chunks(schedule)
+        self.scheduler.observe(schedule, data.draw(st.floats(0.0, 0.3)))
         self.in_flight.append(schedule)
         while len(self.in_flight) > self.is_ahead:
             self.update(data, self.in_flight.pop(0))
@@ -415,6 +569,9 @@ class Chaos(RuleBasedStateMachine):
         """They have blocks, and a snapshot stands at a multiple of 64 at the end of one."""
         for chunk in schedule.chunks:
             assert len(chunk.state.block_ids) * 64 >= chunk.end
+        if self.num_snapshots:
+            blocks = [h for c in schedule.chunks for h in c.state.path.hashes[c.start // 64 : -(-c.end // 64)]]
+            assert len(set(blocks)) == len(blocks), "a block is computed twice in one step"
         ends = {chunk.state.slot: chunk.end for chunk in schedule.chunks}
         for copy in schedule.copies:
             assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots

@@ -63,3 +63,11 @@ def test_prompt_and_output_must_fit_the_context():
         check(prompt=(1,) * 91)
     assert caught.value.max_model_len == 100
     assert "91 prompt tokens and 10 output tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize("marks", [(0,), (4,), (2, 2), (3, 1)])
+def test_marks_must_ascend_within_the_prompt(marks):
+    sampling = SamplingParams(max_tokens=1)
+    check_request(Request("a", (1, 2, 3), sampling, marks=(1, 3)), INFO)
+    with pytest.raises(RequestError, match="ascend from 1 to 3"):
+        check_request(Request("a", (1, 2, 3), sampling, marks=marks), INFO)
