@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ENGINE_LINES = 13_000
+# kernels, whose lists of arguments are long, apart from everything that decides and runs
+LINES = {"engine/ops/": 8_000, "engine/": 9_500}
 
 # part -> the parts of this repository that it may import; the longest match owns a file
 ARROWS = {
@@ -167,9 +168,9 @@ def test_files_have_no_import_cycle():
 
 
 def test_engine_stays_small():
-    lines = sum(
-        len(file.read_text().splitlines())
-        for file, path in python_files()
-        if path.startswith("engine/") and not path.startswith("engine/embedded/")
-    )
-    assert lines <= ENGINE_LINES
+    lines = dict.fromkeys(LINES, 0)
+    for file, path in python_files():
+        owner = next((part for part in LINES if path.startswith(part)), None)
+        if owner and not path.startswith("engine/embedded/"):
+            lines[owner] += len(file.read_text().splitlines())
+    assert all(lines[part] <= most for part, most in LINES.items()), lines
