@@ -165,6 +165,7 @@ def quantized_matmul_kernel(
         matrix = 0
         first = block * BLOCK_M
         end = rows
+    # the outputs stand as the rows of the product, so that the weights go into it from registers
     if first < end:
         place = first + tl.arange(0, BLOCK_M)
         held = place < end
@@ -177,9 +178,9 @@ def quantized_matmul_kernel(
         # rows of the last tile beyond the matrix would belong to the next one
         known = tl.where(output < outputs, output, 0)
         tile = (matrix * tiles + known // 16).to(tl.int64)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if IS_SWIGLU:
-            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             up_tile = tile + outputs // 16
         for group in tl.range(0, groups, num_stages=NUM_STAGES):
             half = x_rows[:, None] + group * 64 + tl.arange(0, 32)[None, :]
@@ -202,6 +203,7 @@ def quantized_matmul_kernel(
             column = output - output % 64 + (output // 16 % 2) * 32 + (output // 32 % 2) * 16 + output % 16
         at = target.to(tl.int64)[:, None] * outputs + column[None, :]
         mask = held[:, None] & (output < outputs)[None, :]
+        acc = tl.trans(acc)
         if HAS_RESIDUAL:
             acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -211,7 +213,7 @@ def quantized_matmul_kernel(
 def add_product(
     acc, x_low, x_high, bytes_ptr, scales_ptr, tile_group, row, BITS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """acc [rows, outputs] plus the product of one group.  tile_group, row  [outputs]"""
+    """acc [outputs, rows] plus the product of one group.  tile_group, row  [outputs]"""
     scale = tl.load(scales_ptr + tile_group * 16 + row)
     low, high = load_weights(bytes_ptr + (tile_group * (128 * BITS) + row * 16), scale, x_low.dtype, BITS)
     acc = multiply(low, x_low, acc, INTERPRETED)
@@ -254,6 +256,6 @@ def byte_weights(codes, scale, dtype: tl.constexpr):
 def multiply(weights, x, acc, INTERPRETED: tl.constexpr):
     # the interpreter multiplies bf16 wrongly
     if INTERPRETED:
-        return tl.dot(x.to(tl.float32), tl.trans(weights).to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(weights.to(tl.float32), tl.trans(x).to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(x, tl.trans(weights), acc)
+        return tl.dot(weights, tl.trans(x), acc)

@@ -41,14 +41,13 @@ HIDDEN, WIDTH, EXPERTS, CHOSEN = 2048, 512, 256, 8
 PRODUCTS = {"gdn in": (12_288, 2048), "attention in": (9216, 2048), "out": (2048, 4096)}
 SHAPES = (
     MatmulShape(128, 128, 8, 3),
+    MatmulShape(128, 128, 4, 3),
     MatmulShape(128, 256, 8, 3),
     MatmulShape(128, 256, 8, 4),
     MatmulShape(256, 128, 8, 3),
-    MatmulShape(256, 128, 8, 4),
-    MatmulShape(128, 128, 4, 3),
+    MatmulShape(256, 256, 8, 3),
     MatmulShape(64, 256, 8, 3),
     MatmulShape(64, 256, 4, 3),
-    MatmulShape(64, 128, 4, 3),
 )
 
 
