@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 from engine.constraint import Constraints, Mask
+from engine.ops.penalise import penalise
+from engine.ops.sample import unpack
+from engine.ops.sample_noise import gumbel, noise_key
+from engine.ops.sample_table import MIN_TEMPERATURE
+from engine.ops.sample_truncate import lowest_kept
 from engine.request import SamplingParams, TokenLogprob
-
-# tokens that are ranked first when top-p stands alone; the whole vocabulary only if their mass does not reach it
-NUCLEUS_LOOK = 512
-# logits divided by less leave the range of fp32, and then id 0 would win every time
-MIN_TEMPERATURE = 1e-5
-_MASK32 = 0xFFFFFFFF
-_MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,106 +163,8 @@ class Sampler:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
 
 
-def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """One bool per id: bit i % 32 of word i // 32.
-
-    words   [rows, at least vocab_size / 32] int32
-    return  [rows, vocab_size] bool
-    """
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> bits) & 1).flatten(1)[:, :vocab_size].bool()
-
-
 def has_penalties(sampling: SamplingParams) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
-
-
-def penalise(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> torch.Tensor:
-    """l' = l / r if l > 0 else l * r, for ids in prompt or output; then l' - presence * (count > 0) - frequency * count
-
-    logits     [rows, vocab]
-    counts     [rows, vocab] int   of each id in the output
-    in_prompt  [rows, vocab] bool
-    presence, frequency, repetition   [rows, 1]
-    """
-    repeated = in_prompt | (counts > 0)
-    logits = torch.where(repeated, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - presence * (counts > 0) - frequency * counts
-
-
-def lowest_kept(logits: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit that top-k, then top-p over what is left, then min-p keep. At least the largest is kept, and
-    of equal logits all or none, so that the choice does not depend on how the rows beside it are sorted.
-
-    logits        [rows, vocab]
-    top_k         per row, 0 for off
-    top_p, min_p  [rows, 1]
-    return        [rows, 1]
-    """
-    vocab = logits.shape[-1]
-    limits = [min(k or vocab, vocab) for k in top_k]
-    limit = torch.tensor(limits, device=logits.device)[:, None]
-    is_unlimited = limit == vocab
-    ranked = max(k if k < vocab else min(NUCLEUS_LOOK, vocab) for k in limits)
-    best = logits.topk(ranked, dim=-1).values
-    total = (logits - best[:, :1]).exp().sum(dim=-1, keepdim=True)
-    if ranked < vocab and bool((is_unlimited & (top_p < 1) & (_mass(best, limit)[:, -1:] < top_p * total)).any()):
-        best = logits.sort(dim=-1, descending=True).values
-    mass = _mass(best, limit)
-    total = torch.where(is_unlimited, total, mass[:, -1:])
-    within = torch.arange(best.shape[-1], device=logits.device) < limit
-    # a token is kept while the mass of those before it has not reached top_p
-    kept = within & ((mass - (best - best[:, :1]).exp() < top_p * total) | (top_p >= 1))
-    lowest = best.gather(-1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
-    lowest = lowest.masked_fill(is_unlimited & (top_p >= 1), -torch.inf)
-    return torch.maximum(lowest, best[:, :1] + min_p.log())
-
-
-def _mass(best: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Running sum of exp(l - max) over the first `limit` of each row's logits, sorted from the largest."""
-    within = torch.arange(best.shape[-1], device=best.device) < limit
-    return ((best - best[:, :1]).exp() * within).cumsum(dim=-1)
-
-
-def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """Two signed 32-bit numbers that differ in an unrelated way for each seed and position."""
-    key = _mix64(_mix64(seed & _MASK64) + position)
-    return (key & _MASK32) - 2**31, (key >> 32) - 2**31
-
-
-def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """-log(-log(u)), u uniform in (0, 1) and a function of key and token id.
-
-    keys       [..., 2] int32, as from noise_key
-    token_ids  int32, of a shape that broadcasts with keys[..., 0]
-    return     fp32
-    """
-    bits = _mix32(_mix32(token_ids ^ keys[..., 0]) + keys[..., 1]) & 0x7FFFFFFF
-    # 1 - u rather than u: the tail that decides lies where fp32 is finest
-    rest = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return rest.neg_().log1p_().neg_().log_().neg_()
-
-
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """An invertible hash in wrapping int32 arithmetic, the same on every device."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return x ^ (x >> 16 & 0xFFFF)
-
-
-def _mix64(x: int) -> int:
-    """An invertible hash of 64 bits."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
-    return x ^ (x >> 31)
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[TokenLogprob, ...]:
