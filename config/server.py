@@ -44,6 +44,10 @@ class ServerConfig(Section):
     """A client that is this long in sending a request's head, silent in the middle of its body, or slower over all than
     16 KiB/s for this long, is left."""
 
+    calls_end_thought: bool = True
+    """Whether a whole tool call inside a thought ends it and is offered, where `</think>` was forgotten; otherwise it
+    stays a part of the thought."""
+
     heartbeat_s: float = Field(default=10.0, gt=0, le=10)
     """Longest silence of an open stream."""
 
@@ -51,7 +55,7 @@ class ServerConfig(Section):
     """A stream whose client takes no byte for this long is aborted."""
 
     drain_s: float = Field(default=30.0, ge=0)
-    """After SIGTERM, the time that requests in flight have to finish."""
+    """After SIGTERM, the time that requests in flight have to finish; what still runs then ends with an error."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

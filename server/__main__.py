@@ -1,7 +1,9 @@
 """``python -m server``: the OpenAI-compatible server over the engine."""
 
+import asyncio
 import functools
 import logging
+import math
 import signal
 import socket
 import sys
@@ -26,6 +28,8 @@ from server.serving import Serving
 
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig}
 BACKLOG = 2048
+# for the events that end what is still in flight after the drain time
+LAST_WORDS_S = 2
 
 
 def main(argv: list[str]) -> int:
@@ -63,11 +67,26 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     serving = Serving(
         config, engine, name, ServerMetrics(registry, name), load=load_once, on_ready=announce, on_failure=give_up
     )
-    server = uvicorn.Server(uvicorn_config(build_app(serving, AccessControl(config, keys)), config))
+    server = DrainingServer(uvicorn_config(build_app(serving, AccessControl(config, keys)), config), serving)
     run(server, listener)
     for error in failures:
         print(f"there is no engine to serve: {error}", file=sys.stderr)
     return 1 if failures else 0
+
+
+class DrainingServer(uvicorn.Server):
+    """Tells what outlives the drain time that it ends, and why, before its connection is closed."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+        super().__init__(config)
+        self._serving = serving
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._serving.config.drain_s, self._serving.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -111,7 +130,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        timeout_graceful_shutdown=math.ceil(config.drain_s) + LAST_WORDS_S,
     )
 
 

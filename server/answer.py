@@ -81,7 +81,7 @@ async def start_answer(
             rules,
             starts_in_thought=prompt.starts_in_thought,
             splits_reasoning=rules.splits_reasoning and not prompt.starts_in_content,
-            calls_end_thought=form is None,
+            calls_end_thought=form is None and serving.config.calls_end_thought,
         )
         if form is not None or budget is not None:
             found = await model.in_worker(constraint_of, form, budget, prompt.starts_in_thought, model.thought_end)
@@ -89,7 +89,9 @@ async def start_answer(
         for index in range(num_choices):
             request_id = f"{answer_id}-{len(requests)}"
             requests.append(
-                engine.Request(request_id, prompt.token_ids, _seeded(params, index), caller.tenant, caller.priority)
+                engine.Request(
+                    request_id, prompt.token_ids, _seeded(params, index), caller.tenant, caller.priority, prompt.marks
+                )
             )
             choices.append(Choice(own_rules, model.files.vocabulary))
     return Answer(

@@ -53,6 +53,11 @@ class Generation:
                 raise failure
             yield arrivals
 
+    def fail(self, error: Exception) -> None:
+        """Ends all choices: `batches` raises the error."""
+        self._num_open = 0
+        self._arrive(0, error, is_last=False)
+
     async def end(self, index: int) -> None:
         """Stops one choice whose answer is complete before the engine thinks so."""
         if self._pumps[index].done() or index in self._ended:

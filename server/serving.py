@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import ServerConfig
-from engine import Engine, EngineError, Request
+from engine import Engine, EngineError, Request, UnavailableError
 from server.body import HeldBytes
 from server.checkpoint import TextFiles, TextFilesError, load_text_files
 from server.errors import OverloadedError
@@ -48,6 +49,7 @@ class Serving:
         self.metrics = metrics
         self.held = HeldBytes(config.max_held_body_bytes)
         self._load = load
+        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._model: ServedModel | None = None
@@ -79,8 +81,14 @@ class Serving:
     async def generate(self, requests: Sequence[Request]) -> Generation:
         """Admitted requests. raises what the engine refuses them with"""
         generation = Generation(self.engine, requests, self.metrics)
+        self._generations.add(generation)
         await generation.submit()
         return generation
+
+    def end_all(self) -> None:
+        """Ends what is in flight with an error that says why, while its connections still stand."""
+        for generation in list(self._generations):
+            generation.fail(UnavailableError("the server is shutting down, before this answer was complete"))
 
     async def close(self) -> None:
         await self.engine.close()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import httpx
 import openai
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from config import KeyRing, ServerConfig
-from server.__main__ import listen, uvicorn_config
+from server.__main__ import DrainingServer, listen, uvicorn_config
 from server.app import build_app
 from server.auth import AccessControl
 from server.checkpoint import load_text_files
@@ -31,7 +30,7 @@ load_once = functools.cache(load_text_files)
 class Live:
     """A running server: its address, its engine, and clients for it."""
 
-    def __init__(self, serving: Serving, port: int, script: Path) -> None:
+    def __init__(self, serving: Serving, port: int, script: Path, server: DrainingServer) -> None:
         self.serving = serving
         self.engine = serving.engine
         self.port = port
@@ -39,6 +38,7 @@ class Live:
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=30)
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self._script = script
+        self.server = server
 
     def post(self, body: object, path: str = "/v1/chat/completions", **options) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -89,10 +89,10 @@ def running(
     registry.register(EngineCollector(engine, NAME))
     serving = Serving(config, engine, NAME, ServerMetrics(registry, NAME), load=load_once)
     listener = listen(config.host, 0)
-    server = uvicorn.Server(uvicorn_config(build_app(serving, AccessControl(config, keys)), config))
+    server = DrainingServer(uvicorn_config(build_app(serving, AccessControl(config, keys)), config), serving)
     thread = threading.Thread(target=_serve, args=(server, listener), daemon=True)
     thread.start()
-    live = Live(serving, listener.getsockname()[1], path)
+    live = Live(serving, listener.getsockname()[1], path, server)
     try:
         live.wait_until(lambda: serving.state in ("ready", "closed"), 30)
         yield live
@@ -103,6 +103,6 @@ def running(
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _serve(server: uvicorn.Server, listener) -> None:
+def _serve(server: DrainingServer, listener) -> None:
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         runner.run(server.serve(sockets=[listener]))

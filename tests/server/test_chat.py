@@ -6,8 +6,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.server.live import NAME
+from tests.server.live import NAME, running
 from tests.server.raw import TOOLS as FUNCTIONS
+from tests.server.raw import call
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 
@@ -295,3 +296,16 @@ def test_an_engine_that_aborts_finishes_the_choice(live):
     assert choice.push(TokenEvent("r", (104, 105))).finish_reason is None
     assert choice.push(TokenEvent("r", finish_reason="abort")).finish_reason == "length"
     assert choice.push(TokenEvent("r", (104,), finish_reason="stop")).events == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_switch_says_whether_a_call_ends_the_thought(checkpoint, tmp_path, ends):
+    raw = "let me look\n" + call("get_time") + "\n"
+    with running(checkpoint, [{"output": raw}], tmp_path, calls_end_thought=ends) as live:
+        answer = message_of(whole(live, "hi", tools=TOOLS)["choices"][0])
+        made = joined(live.stream(ask("hi", tools=TOOLS)))[0]
+    assert answer["calls"] == ([("get_time", "{}")] if ends else [])
+    assert answer["finish"] == ("tool_calls" if ends else "stop")
+    assert answer["reasoning"] == ("let me look" if ends else raw)
+    assert made["reasoning"] == answer["reasoning"]
+    assert len(made["calls"]) == len(answer["calls"])
