@@ -31,11 +31,13 @@ EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """starts_in_thought: the rendered text ends with an open `<think>`, or inside the thought that follows it;
-    starts_in_content: it ends inside an answer, where `<think>` is a text like any other"""
+    starts_in_content: it ends inside an answer, where `<think>` is a text like any other;
+    marks: tokens up to which messages reach, that of system and tools first"""
 
     token_ids: tuple[int, ...]
     starts_in_thought: bool = False
     starts_in_content: bool = False
+    marks: tuple[int, ...] = ()
 
 
 class PromptBuilder:
@@ -45,6 +47,7 @@ class PromptBuilder:
         self._template = ChatTemplate(files.template)
         self._encoder = encoder
         self._max_model_len = max_model_len
+        self._opener = files.vocabulary.added_ids.get("<|im_start|>")
 
     def chat(
         self,
@@ -63,15 +66,18 @@ class PromptBuilder:
         except BadRequestError as error:
             error.param = field if error.param == MESSAGES else error.param
             raise
+        token_ids = self._within_limit(self._encoder.encode_prompt, marked, mark, param=field)
         return Prompt(
-            self._within_limit(self._encoder.encode_prompt, marked, mark, param=field),
+            token_ids,
+            marks=message_ends(token_ids, self._opener),
             starts_in_thought=is_open(marked) or part == "reasoning_content",
             starts_in_content=part == "content",
         )
 
     def text(self, text: str) -> Prompt:
         """A bare prompt, in which the caller writes the control tokens. raises PromptTooLongError"""
-        return Prompt(self._within_limit(self._encoder.encode_text, text, allows_control=True, param="prompt"))
+        token_ids = self._within_limit(self._encoder.encode_text, text, allows_control=True, param="prompt")
+        return Prompt(token_ids, marks=message_ends(token_ids, self._opener))
 
     def options(self, kwargs: Mapping[str, Any] | None, effort: str | None, thinks: bool | None) -> dict[str, Any]:
         """Template options of the request's several ways to ask for them; the template's own names win."""
@@ -99,6 +105,11 @@ class PromptBuilder:
             return tuple(encode(*texts, limit, **options))
         except TooManyTokensError as error:
             raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False, param=param) from error
+
+
+def message_ends(token_ids: Sequence[int], opener: int | None) -> tuple[int, ...]:
+    """Tokens before each message but the first. opener  the id with which every message begins, if there is one"""
+    return tuple(index for index, token_id in enumerate(token_ids) if token_id == opener and index)
 
 
 def conversation(messages: Sequence[ChatMessage], field: str = MESSAGES) -> list[dict[str, Any]]:

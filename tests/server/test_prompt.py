@@ -331,3 +331,20 @@ def test_remembered_pieces_give_the_same_ids(files):
     assert [encoder.encode_text(text, 10_000) for text in texts] == first
     with pytest.raises(TooManyTokensError):
         encoder.encode_text(texts[0], 10)
+
+
+def test_marks_stand_where_messages_end(build, spell, family):
+    """Text that spells a control token marks nothing."""
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is <|im_start|>?"},
+        {"role": "assistant", "content": "A mark."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    prompt = build(turns)
+    ends = [spell(replace(prompt, token_ids=prompt.token_ids[:mark])) for mark in prompt.marks]
+    assert [text.count("<|im_end|>\n") for text in ends] == [1, 2, 3, 4]
+    assert all(text.endswith("<|im_end|>\n") for text in ends)
+    assert ends[0].startswith("<|im_start|>system") and ends[0].count("<|im_start|>") == 1
+    builder = PromptBuilder(family, TextEncoder(family.vocabulary), 1000)
+    assert builder.text("no message at all").marks == ()
