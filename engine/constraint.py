@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,17 +271,25 @@ class Mask:
 
 
 class Constraints:
-    """The matchers of the requests that have a constraint. The vocabulary is read when the first of them comes, which
-    takes seconds once."""
+    """The matchers of the requests that have a constraint. The vocabulary takes seconds to read, and holds up other
+    threads for a good part of them, so an engine reads it beside its other loading and waits for it before it is
+    ready; without `begin_loading` it is read when the first of these requests comes."""
 
     def __init__(self, checkpoint_dir: Path, vocab_size: int) -> None:
         self._checkpoint_dir = checkpoint_dir
         self._vocab_size = vocab_size
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Future[LLTokenizer] | None = None
         self._matchers: dict[str, Matcher] = {}
 
     def __len__(self) -> int:
         return len(self._matchers)
+
+    def begin_loading(self) -> "Future[LLTokenizer]":
+        """Reads the vocabulary in a thread. What is wrong with it is told to the requests that need it."""
+        reader = ThreadPoolExecutor(1, thread_name_prefix="vocabulary")
+        self._vocabulary = reader.submit(load_vocabulary, self._checkpoint_dir, self._vocab_size)
+        reader.shutdown(wait=False)
+        return self._vocabulary
 
     def add(self, request: Request) -> None:
         """Compiles the request's grammar, if it has one. raises SamplingError"""
@@ -305,12 +314,11 @@ class Constraints:
         return self._matchers.pop(request_id, None)
 
     def _spellings(self, constraint: Constraint) -> LLTokenizer:
-        if self._vocabulary is None:
-            try:
-                self._vocabulary = load_vocabulary(self._checkpoint_dir, self._vocab_size)
-            except (OSError, ValueError) as error:
-                raise SamplingError(constraint.param, f"needs the tokens' spelling: {error}") from error
-        return self._vocabulary
+        try:
+            return (self._vocabulary or self.begin_loading()).result()
+        except (OSError, ValueError) as error:
+            self._vocabulary = None
+            raise SamplingError(constraint.param, f"needs the tokens' spelling: {error}") from error
 
 
 def _compile(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from concurrent.futures import wait
 from pathlib import Path
 
 import torch
@@ -57,8 +58,11 @@ def load_engine(config: EngineConfig) -> EngineCore:
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
+    vocabulary = constraints.begin_loading()
     runner = _build_runner(model, demand, info, constraints, device, dtype)
     scheduler = _build_scheduler(config, demand, info, cache_key(checkpoint_dir, dtype, config.yarn))
+    # a constrained request must not wait for it, nor the others for that request
+    wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
 
 

@@ -66,13 +66,13 @@ def random_dir(tmp_path_factory):
     return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), MOE, GEOMETRY))
 
 
-def start(directory, num_drafts):
-    return engine(directory, num_drafts=num_drafts, kv_cache_tokens=8192, max_num_requests=4)
+def start(directory, num_drafts, is_ahead=None):
+    return engine(directory, is_ahead, num_drafts=num_drafts, kv_cache_tokens=8192, max_num_requests=4)
 
 
-@pytest.fixture(scope="module", params=[0, 3])
+@pytest.fixture(scope="module", params=[(0, False), (3, False), (3, True)], ids=["plain", "drafting", "ahead"])
 def core(request, random_dir):
-    return start(random_dir, request.param)
+    return start(random_dir, *request.param)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,10 @@ def test_drafts_change_no_token(random_dir):
     wanted += [request("free", (4, 5), temperature=1.0, seed=3, max_tokens=60)]
     for each in wanted:
         assert generate(plain, each) == generate(drafting, each)
-    assert generate(plain, *wanted) == generate(drafting, *wanted)
+    expected = generate(plain, *wanted)
+    assert generate(drafting, *wanted) == expected
     assert drafting.stats().num_accepted_tokens > 0
+    assert generate(start(random_dir, 3, is_ahead=True), *wanted) == expected
 
 
 def test_a_thought_is_free_and_the_rest_is_not(core, tokenizer):
@@ -286,6 +288,17 @@ def test_a_checkpoint_without_spellings_refuses_constraints(tmp_path):
         constraints.add(constrained("a"))
     constraints.add(request("b", (1,)))
     assert len(constraints) == 0
+
+
+def test_an_engine_that_is_ready_has_read_the_spellings(random_dir, monkeypatch):
+    """Read at the first request they would hold up all others, for seconds with a vocabulary of usual size."""
+    core = engine(random_dir, max_model_len=256)
+
+    def read(*_):
+        raise AssertionError("read again, or too late")
+
+    monkeypatch.setattr("engine.constraint.load_vocabulary", read)
+    core.add(constrained("a"))
 
 
 @pytest.fixture(scope="module", params=[0, 3])
