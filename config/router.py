@@ -99,7 +99,7 @@ class RouterConfig(Section):
     balance: Balance = "affinity"
     """How a lane's upstreams share its requests; `affinity` sends a conversation to where its prefix is cached."""
 
-    affinity_slack: int = Field(default=3, ge=0)
+    affinity_slack: int = Field(default=8, ge=0)
     """Requests that such an upstream may have beyond the least loaded one before others get the next."""
 
     aliases: tuple[Alias, ...] = ()
