@@ -64,6 +64,10 @@ class EngineConfig(Section):
     """Tokens that MTP proposes per step; 0 turns speculation off. Changes no distribution, and no token at
     temperature 0 beyond what the rounding of products of more rows may."""
 
+    cuda_graphs: bool = True
+    """Replay decode passes as CUDA graphs; without them, for looking at kernels one by one, decoding takes many times as
+    long."""
+
     hang_timeout_s: float = Field(default=300.0, gt=0)
     """The engine process is replaced when one step takes longer than this."""
 

@@ -46,6 +46,11 @@ class ForwardBatch:
     num_rows: tuple[int, ...]
     max_context: int
 
+    @property
+    def last_rows(self) -> list[int]:
+        """Of each request."""
+        return [end - 1 for end in accumulate(self.num_rows)]
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
@@ -79,29 +84,44 @@ class BlockTables:
         """Takes over what was added to the request's block ids since the last call."""
         known = self._lengths[slot]
         if known < len(block_ids):
-            self.ids[slot, known : len(block_ids)] = torch.tensor(block_ids[known:], dtype=torch.int32)
+            copy_in(self.ids[slot, known : len(block_ids)], block_ids[known:])
             self._lengths[slot] = len(block_ids)
+
+
+def to_device(values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy on the device that waits for nothing that runs there."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def copy_in(target: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
+    """Likewise, into memory that is there."""
+    host = torch.as_tensor(values, dtype=target.dtype)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
 def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool) -> ForwardBatch:
     """The batch of several requests' rows, on the device of the tables."""
-    device = tables.ids.device
-    starts = torch.tensor([0, *accumulate(len(r.token_ids) for r in rows)], dtype=torch.int32, device=device)
-    positions = torch.tensor([p for r in rows for p in range(r.start, r.end)], device=device)
-    owners = torch.tensor([i for i, r in enumerate(rows) for _ in r.token_ids], device=device)
-    slots = torch.tensor([r.slot for r in rows], device=device)
+    num_rows = tuple(len(r.token_ids) for r in rows)
     num_blocks = max(-(-r.end // BLOCK_SIZE) for r in rows)
-    block_tables = tables.ids[:, :num_blocks][slots]
+
+    def put(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return to_device(values, dtype, tables.ids.device)
+
+    positions = put([p for r in rows for p in range(r.start, r.end)])
+    owners = put([i for i, r in enumerate(rows) for _ in r.token_ids])
+    slots = put([r.slot for r in rows])
+    block_tables = tables.ids[:, :num_blocks].index_select(0, slots)
     return ForwardBatch(
-        token_ids=torch.tensor(list(chain.from_iterable(r.token_ids for r in rows)), device=device),
+        token_ids=put(list(chain.from_iterable(r.token_ids for r in rows))),
         positions=positions,
-        query_starts=starts,
-        context_lens=torch.tensor([r.end for r in rows], dtype=torch.int32, device=device),
+        query_starts=put([0, *accumulate(num_rows)], torch.int32),
+        context_lens=put([r.end for r in rows], torch.int32),
         block_tables=block_tables,
         slot_mapping=block_tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
         state_slots=slots,
-        num_accepted=torch.tensor([r.num_accepted for r in rows], dtype=torch.int32, device=device),
+        num_accepted=put([r.num_accepted for r in rows], torch.int32),
         commits=commits,
-        num_rows=tuple(len(r.token_ids) for r in rows),
+        num_rows=num_rows,
         max_context=max(r.end for r in rows),
     )

@@ -15,13 +15,19 @@ from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.capacity import choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
 from engine.constraint import Constraints
+from engine.cuda_graph import GraphPasses
+from engine.decode_pass import DecodePass, DeviceState
+from engine.device_runner import MAX_REQUESTS, MAX_ROWS, DeviceRunner, EagerPasses, rows_per_request
 from engine.engine import EngineCore
 from engine.errors import CapacityError
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, Runner
 from engine.models.artifact import is_artifact, read_manifest
 from engine.models.config import ModelConfig, read_config
 from engine.models.qwen3_5 import Qwen3_5
 from engine.models.weights import load_model
+from engine.ops.decode_slots import DecodeSlots
+from engine.ops.penalise import TokenCounts
+from engine.ops.sample_table import SamplingTable
 from engine.peak_memory import PeakMemory
 from engine.planner import CUDA_CONTEXT_BYTES, Demand, Plan, plan
 from engine.request import EngineInfo
@@ -36,11 +42,19 @@ WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
 
 
-def load_engine(config: EngineConfig) -> EngineCore:
-    """raises  CheckpointError, CapacityError"""
+def load_engine(config: EngineConfig, is_ahead: bool | None = None) -> EngineCore:
+    """is_ahead  run one pass ahead of the host; when not given, on a GPU with an artifact, for which there are kernels
+    raises    CheckpointError, CapacityError
+    """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     checkpoint_dir = resolve_checkpoint(config.model)
+    if is_ahead is None:
+        is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
+    if is_ahead and config.max_num_requests > MAX_REQUESTS:
+        raise CapacityError(
+            f"max_num_requests {config.max_num_requests}: at most {MAX_REQUESTS} decode at once on a GPU"
+        )
     budget = _budget(config, device)
     demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype), budget)
     planned = plan(demand)
@@ -59,8 +73,10 @@ def load_engine(config: EngineConfig) -> EngineCore:
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
     vocabulary = constraints.begin_loading()
-    runner = _build_runner(model, demand, info, constraints, device, dtype)
-    scheduler = _build_scheduler(config, demand, info, cache_key(checkpoint_dir, dtype, config.yarn))
+    build = _build_device_runner if is_ahead else _build_runner
+    runner = build(config, model, demand, info, constraints, device, dtype)
+    key = cache_key(checkpoint_dir, dtype, config.yarn)
+    scheduler = _build_scheduler(config, demand, info, key, reuses_decoded=not (config.deterministic or is_ahead))
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
@@ -104,13 +120,14 @@ def _log_plan(planned: Plan, budget: int) -> None:
 
 
 def _build_runner(
+    config: EngineConfig,
     model: Qwen3_5,
     demand: Demand,
     info: EngineInfo,
     constraints: Constraints,
     device: torch.device,
     dtype: torch.dtype,
-) -> ModelRunner:
+) -> Runner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
     kv = KVCache(model.config, demand.num_blocks, device, dtype)
     states = StateCache(model.config, slots, device)
@@ -120,7 +137,39 @@ def _build_runner(
     return ModelRunner(model, kv, states, sampler, tables, info.num_drafts, snapshots)
 
 
-def _build_scheduler(config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes) -> Scheduler:
+def _build_device_runner(
+    config: EngineConfig,
+    model: Qwen3_5,
+    demand: Demand,
+    info: EngineInfo,
+    constraints: Constraints,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Runner:
+    slots, vocab = info.max_num_requests, model.config.vocab_size
+    # rows that are dropped may lie behind the last block
+    tables = BlockTables(slots, -(-demand.context // BLOCK_SIZE) + 1, device)
+    states = StateCache(model.config, slots, device)
+    state = DeviceState(
+        slots=DecodeSlots.empty(slots, max(info.num_drafts, 1), device),
+        sampling=SamplingTable.neutral(slots, device),
+        counts=TokenCounts.zeros(slots, vocab, device),
+        block_ids=tables.ids,
+        kv=KVCache(model.config, demand.num_blocks, device, dtype),
+        states=states,
+    )
+    decode_pass = DecodePass(model, state, info.num_drafts, max_context=demand.context + MAX_ROWS)
+    passes = EagerPasses(decode_pass, device)
+    if device.type == "cuda" and config.cuda_graphs:
+        rows = [rows_per_request(count, info.num_drafts) for count in range(1, slots + 1)]
+        passes = GraphPasses(decode_pass, rows, vocab, device)
+    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
+    return DeviceRunner(model, state, states, tables, decode_pass, passes, constraints, snapshots)
+
+
+def _build_scheduler(
+    config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes, reuses_decoded: bool
+) -> Scheduler:
     return Scheduler(
         num_blocks=demand.num_blocks,
         num_slots=info.max_num_requests,
@@ -130,7 +179,7 @@ def _build_scheduler(config: EngineConfig, demand: Demand, info: EngineInfo, key
         max_queued_tokens=config.max_queued_tokens,
         num_snapshots=demand.num_snapshots,
         cache_key=key,
-        reuses_decoded=not config.deterministic,
+        reuses_decoded=reuses_decoded,
         longest_gap_s=_longest_gap_s(config, info),
     )
 

@@ -19,6 +19,7 @@ class Accepted:
     standing        [B * R] int64  slot mapping of the rows that stand, -1 for the others
     last_rows       [B] int64      the last of them
     positions       [D, B] int64   of MTP's row for each draft: the last one that stands, then one after another
+    next_positions  [D, B] int64   of the draft itself
     slot_mapping    [D, B] int64   of those rows, -1 from the limit on
     context_lens    [D, B] int32   with those rows
     """
@@ -28,6 +29,7 @@ class Accepted:
     standing: torch.Tensor
     last_rows: torch.Tensor
     positions: torch.Tensor
+    next_positions: torch.Tensor
     slot_mapping: torch.Tensor
     context_lens: torch.Tensor
 
@@ -88,6 +90,7 @@ def accept_drafts_reference(
         standing=torch.where(row < num_tokens[:, None], slot_mapping.view(requests, -1), -1).flatten(),
         last_rows=torch.arange(requests, device=slots.device) * num_rows + num_tokens - 1,
         positions=positions,
+        next_positions=positions + 2,
         slot_mapping=torch.where(positions < limit, places, -1),
         context_lens=(positions + 1).int(),
     )
@@ -114,12 +117,13 @@ def accept_drafts_triton(
         standing=empty(len(chosen)),
         last_rows=empty(requests),
         positions=empty(num_drafts, requests),
+        next_positions=empty(num_drafts, requests),
         slot_mapping=empty(num_drafts, requests),
         context_lens=empty(num_drafts, requests, dtype=torch.int32),
     )
     accept_drafts_kernel[(requests,)](
         state.numbers, slots, chosen, slot_mapping, block_tables, found.num_tokens, found.num_drafts, found.standing,
-        found.last_rows, found.positions, found.slot_mapping, found.context_lens,
+        found.last_rows, found.positions, found.next_positions, found.slot_mapping, found.context_lens,
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
         PADDED_ROWS=triton.next_power_of_2(num_rows), PADDED_DEPTH=triton.next_power_of_2(max(num_drafts, 1)),
@@ -130,7 +134,7 @@ def accept_drafts_triton(
 @triton.jit
 def accept_drafts_kernel(
     numbers_ptr, slots_ptr, chosen_ptr, mapping_ptr, tables_ptr, num_tokens_ptr, num_drafts_ptr, standing_ptr,
-    last_rows_ptr, positions_ptr, places_ptr, contexts_ptr, stride, width,
+    last_rows_ptr, positions_ptr, next_positions_ptr, places_ptr, contexts_ptr, stride, width,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, COMMITS: tl.constexpr,
     PADDED_ROWS: tl.constexpr, PADDED_DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -169,5 +173,6 @@ def accept_drafts_kernel(
     block_id = tl.load(tables_ptr + block, mask=is_row, other=0).to(tl.int64)
     at = depth * requests + request
     tl.store(positions_ptr + at, positions, mask=is_row)
+    tl.store(next_positions_ptr + at, positions + 2, mask=is_row)
     tl.store(places_ptr + at, tl.where(positions < limit, block_id * 64 + positions % 64, -1), mask=is_row)
     tl.store(contexts_ptr + at, (positions + 1).to(tl.int32), mask=is_row)

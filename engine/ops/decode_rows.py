@@ -17,19 +17,23 @@ COPIED = 1024
 class DecodeRows:
     """R rows for each of B requests: its newest token and its drafts.
 
-    token_ids      [B * R] int64  rows after the drafts that there are hold ids that mean nothing
-    positions      [B * R] int64
-    slot_mapping   [B * R] int64  block_id * 64 + offset; -1 for those rows, and from the request's limit on
-    row_slots      [B * R] int32  slot of the row's request
-    context_lens   [B] int32      tokens with the R rows
-    num_accepted   [B] int32      rows of the pass before that stand
-    block_tables   [B, blocks] int32
+    token_ids       [B * R] int64  rows after the drafts that there are hold ids that mean nothing
+    positions       [B * R] int64
+    next_positions  [B * R] int64  of the token after each row
+    slot_mapping    [B * R] int64  block_id * 64 + offset; -1 for those rows, and from the request's limit on
+    row_slots       [B * R] int32  slot of the row's request
+    slots           [B] int32
+    context_lens    [B] int32      tokens with the R rows
+    num_accepted    [B] int32      rows of the pass before that stand
+    block_tables    [B, blocks] int32
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
+    next_positions: torch.Tensor
     slot_mapping: torch.Tensor
     row_slots: torch.Tensor
+    slots: torch.Tensor
     context_lens: torch.Tensor
     num_accepted: torch.Tensor
     block_tables: torch.Tensor
@@ -59,8 +63,10 @@ def decode_rows_reference(
     return DecodeRows(
         token_ids=token_ids.flatten(),
         positions=positions.flatten(),
+        next_positions=positions.flatten() + 1,
         slot_mapping=torch.where(written, places, -1).flatten(),
         row_slots=slots.repeat_interleave(num_rows).int(),
+        slots=slots.int(),
         context_lens=(positions[:, 0] + num_rows).int(),
         num_accepted=numbers[:, ACCEPTED.value].int(),
         block_tables=tables,
@@ -75,24 +81,25 @@ def decode_rows_triton(state: DecodeSlots, slots: torch.Tensor, block_ids: torch
         return torch.empty(shape, dtype=dtype, device=slots.device)
 
     rows = DecodeRows(
-        *(empty(requests * num_rows, dtype=torch.int64) for _ in range(3)),
+        *(empty(requests * num_rows, dtype=torch.int64) for _ in range(4)),
         row_slots=empty(requests * num_rows, dtype=torch.int32),
+        slots=empty(requests, dtype=torch.int32),
         context_lens=empty(requests, dtype=torch.int32),
         num_accepted=empty(requests, dtype=torch.int32),
         block_tables=empty(requests, width, dtype=torch.int32),
     )
     decode_rows_kernel[(requests, 1 + triton.cdiv(width, COPIED))](
-        state.numbers, slots, block_ids, rows.token_ids, rows.positions, rows.slot_mapping, rows.row_slots,
-        rows.context_lens, rows.num_accepted, rows.block_tables, state.numbers.shape[1], width,
-        ROWS=num_rows, PADDED=triton.next_power_of_2(num_rows), COPIED=COPIED,
+        state.numbers, slots, block_ids, rows.token_ids, rows.positions, rows.next_positions, rows.slot_mapping,
+        rows.row_slots, rows.slots, rows.context_lens, rows.num_accepted, rows.block_tables,
+        state.numbers.shape[1], width, ROWS=num_rows, PADDED=triton.next_power_of_2(num_rows), COPIED=COPIED,
     )  # fmt: skip
     return rows
 
 
 @triton.jit
 def decode_rows_kernel(
-    numbers_ptr, slots_ptr, block_ids_ptr, token_ids_ptr, positions_ptr, mapping_ptr, row_slots_ptr,
-    contexts_ptr, accepted_ptr, tables_ptr, stride, width,
+    numbers_ptr, slots_ptr, block_ids_ptr, token_ids_ptr, positions_ptr, next_positions_ptr, mapping_ptr,
+    row_slots_ptr, request_slots_ptr, contexts_ptr, accepted_ptr, tables_ptr, stride, width,
     ROWS: tl.constexpr, PADDED: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -113,8 +120,10 @@ def decode_rows_kernel(
         at = request * ROWS + row
         tl.store(token_ids_ptr + at, token_ids, mask=mask)
         tl.store(positions_ptr + at, positions, mask=mask)
+        tl.store(next_positions_ptr + at, positions + 1, mask=mask)
         tl.store(mapping_ptr + at, places, mask=mask)
         tl.store(row_slots_ptr + at, slot.to(tl.int32) + tl.zeros_like(row), mask=mask)
+        tl.store(request_slots_ptr + request, slot.to(tl.int32))
         tl.store(contexts_ptr + request, (start + ROWS).to(tl.int32))
         tl.store(accepted_ptr + request, tl.load(numbers_ptr + ACCEPTED).to(tl.int32))
     else:

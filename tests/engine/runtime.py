@@ -14,8 +14,8 @@ def settings(checkpoint_dir: Path, **changes) -> EngineConfig:
     return EngineConfig(**defaults | changes)
 
 
-def engine(checkpoint_dir: Path, **changes) -> EngineCore:
-    return load_engine(settings(checkpoint_dir, **changes))
+def engine(checkpoint_dir: Path, is_ahead: bool | None = None, **changes) -> EngineCore:
+    return load_engine(settings(checkpoint_dir, **changes), is_ahead)
 
 
 def request(name: str, prompt: Iterable[int], **sampling) -> Request:

@@ -11,9 +11,9 @@ pytestmark = [
     pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler"),
     pytest.mark.parametrize("capability", SHARED_MEMORY),
 ]
-WIDE = {"numbers_ptr", "slots_ptr", "token_ids_ptr", "positions_ptr", "mapping_ptr", "chosen_ptr", "standing_ptr"} | {
-    "last_rows_ptr",
-    "places_ptr",
+WIDE = {
+    *("numbers_ptr", "slots_ptr", "token_ids_ptr", "positions_ptr", "next_positions_ptr", "mapping_ptr", "chosen_ptr"),
+    *("standing_ptr", "last_rows_ptr", "places_ptr"),
 }
 
 

@@ -34,6 +34,8 @@ def test_rows_are_the_newest_token_and_its_drafts(decode_rows, device):
     rows = decode_rows(state, tensor([2, 1], device), block_ids, 4)
     assert rows.token_ids.tolist() == [60, 61, 62, 63, 50, 51, 52, 0]
     assert rows.positions.tolist() == [5, 6, 7, 8, 63, 64, 65, 66]
+    assert rows.next_positions.tolist() == [6, 7, 8, 9, 64, 65, 66, 67]
+    assert rows.slots.tolist() == [2, 1]
     # nothing is written from the limit on, nor after the last draft
     assert rows.slot_mapping.tolist() == [3 * 64 + 5, 3 * 64 + 6, -1, -1, 9 * 64 + 63, 8 * 64, 8 * 64 + 1, -1]
     assert rows.row_slots.tolist() == [2] * 4 + [1] * 4

@@ -1,0 +1,162 @@
+"""A runner that is one pass ahead gives what one gives that finishes every pass before the next."""
+
+import random
+
+import pytest
+
+from engine.errors import CapacityError
+from engine.loading import load_engine
+from tests.engine.checkpoints import DENSE, MOE, Geometry, transparent, write_checkpoint
+from tests.engine.runtime import Output, drain, engine, finish, generate, request, settings
+
+GEOMETRY = Geometry(vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_dir(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), MOE, GEOMETRY)
+
+
+def prompt(seed, length):
+    return random.Random(seed).choices(range(GEOMETRY.vocab_size), k=length)
+
+
+def pair(directory, **changes):
+    """The same engine without and with a pass in flight."""
+    fields = {"prefill_chunk": 128, "kv_cache_tokens": 4096, "max_num_requests": 4} | changes
+    return engine(directory, is_ahead=False, **fields), engine(directory, is_ahead=True, **fields)
+
+
+def mixed_requests():
+    return [
+        request("a", prompt(1, 1), max_tokens=30),
+        request("b", prompt(2, 200), max_tokens=20, temperature=1.0, seed=5),
+        request("c", prompt(3, 64), max_tokens=1),
+        request("d", prompt(4, 65), max_tokens=12, presence_penalty=0.7, repetition_penalty=1.3),
+        request("e", prompt(5, 130), max_tokens=25, temperature=1.2, top_k=20, seed=-1, frequency_penalty=0.5),
+        request("f", prompt(6, 3), max_tokens=9, logit_bias={7: 4.0, 8: 3.0}, temperature=0.5, seed=1, min_p=0.01),
+    ]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+def test_tokens_are_the_same(checkpoint_dir, num_drafts):
+    in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
+    expected = generate(in_step, *mixed_requests())
+    assert generate(ahead, *mixed_requests()) == expected
+    # slots and blocks that were used before
+    assert generate(ahead, *reversed(mixed_requests())) == expected[::-1]
+
+
+def test_tokens_are_the_same_of_a_dense_model(tmp_path):
+    in_step, ahead = pair(write_checkpoint(tmp_path, DENSE, GEOMETRY))
+    requests = mixed_requests()[1:4]
+    assert generate(ahead, *requests) == generate(in_step, *requests)
+
+
+def test_every_draft_of_a_perfect_mtp_is_accepted(tmp_path):
+    _, ahead = pair(write_checkpoint(tmp_path, MOE, GEOMETRY, edit=transparent))
+    generate(ahead, request("a", prompt(1, 100), max_tokens=60, temperature=1.0, seed=1))
+    stats = ahead.stats()
+    # the first token comes without drafts, the last pass has more than the limit allows
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 40
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_stop_drops_what_came_after_it(checkpoint_dir, num_drafts):
+    in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
+    text = prompt(9, 40)
+    (tokens,) = generate(in_step, request("a", text, max_tokens=24))
+    stop = tokens[10]
+    output = finish(ahead, request("a", text, max_tokens=24, stop_token_ids=(stop,)))
+    assert (output.token_ids, output.finish_reason) == (tokens[: tokens.index(stop)], "stop")
+
+
+def test_min_tokens_put_off_the_stop(checkpoint_dir):
+    in_step, ahead = pair(checkpoint_dir)
+    (tokens,) = generate(in_step, request("a", prompt(9, 40), max_tokens=24))
+    stop = next(token for i, token in enumerate(tokens) if tokens.index(token) == i > 1)
+    each = request("a", prompt(9, 40), max_tokens=24, stop_token_ids=(stop,), min_tokens=8)
+    assert generate(ahead, each) == generate(in_step, each)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_logprobs_are_the_same(checkpoint_dir, num_drafts):
+    in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
+    each = request("a", prompt(10, 30), max_tokens=12, temperature=1.0, seed=3, logprobs=4, top_k=50)
+    beside = request("b", prompt(11, 30), max_tokens=12)
+    for core in (in_step, ahead):
+        core.add(beside)
+    expected, found = finish(in_step, each), finish(ahead, each)
+    assert found.token_ids == expected.token_ids
+    assert [[i for i, _ in one.top] for one in found.logprobs] == [[i for i, _ in one.top] for one in expected.logprobs]
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_events_come_one_step_late_and_nothing_is_left(checkpoint_dir):
+    _, ahead = pair(checkpoint_dir)
+    ahead.add(request("a", prompt(1, 10), max_tokens=2))
+    assert [[event.token_ids for event in ahead.step()] for _ in range(2)][0] == []
+    assert not ahead.is_idle
+    output = drain(ahead)["a"]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+
+
+def test_an_abort_beside_a_pass_in_flight(checkpoint_dir):
+    """Its slot and blocks go to the next request at once, though the device still writes to them."""
+    _, ahead = pair(checkpoint_dir, max_num_requests=1, kv_cache_tokens=256, max_model_len=256)
+    expected = generate(ahead, request("a", prompt(4, 90), max_tokens=12))
+    for steps in range(1, 8):
+        ahead.add(request("other", prompt(steps, 150), max_tokens=60, temperature=1.0, presence_penalty=1.0))
+        for _ in range(steps):
+            ahead.step()
+        ahead.abort("other")
+        ahead.check_integrity()
+        assert generate(ahead, request("a", prompt(4, 90), max_tokens=12)) == expected
+
+
+def test_random_submits_and_aborts_leave_nothing(checkpoint_dir):
+    rng = random.Random(11)
+    _, ahead = pair(checkpoint_dir, kv_cache_tokens=1024, max_model_len=512)
+    expected: dict[str, list[int]] = {}
+    outputs: dict[str, Output] = {}
+    live: set[str] = set()
+    texts = {seed: prompt(seed, rng.randint(1, 200)) for seed in range(4)}
+    alone = {seed: finish(ahead, request("alone", text, max_tokens=12)).token_ids for seed, text in texts.items()}
+    for index in range(60):
+        if rng.random() < 0.5:
+            seed, name = rng.randrange(4), f"r{index}"
+            expected[name] = alone[seed][: rng.randint(1, 12)]
+            ahead.add(request(name, texts[seed], max_tokens=len(expected[name])))
+            live.add(name)
+        if live and rng.random() < 0.2:
+            name = rng.choice(sorted(live))
+            ahead.abort(name)
+            live.remove(name)
+            del expected[name]
+        for event in ahead.step():
+            outputs.setdefault(event.request_id, Output()).add(event)
+            if event.finish_reason is not None:
+                live.discard(event.request_id)
+        ahead.check_integrity()
+    drain(ahead, outputs)
+    assert {name: outputs[name].token_ids for name in expected} == expected
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_prompts_are_reused_up_to_their_last_block(checkpoint_dir, num_drafts):
+    in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
+    history = prompt(3, 150)
+    for turn in range(3):
+        each = request(f"turn{turn}", history, max_tokens=30)
+        expected, output = finish(in_step, each), finish(ahead, each)
+        assert output.token_ids == expected.token_ids
+        # answers are not reused yet: their states stand only inside a pass
+        assert output.num_cached_tokens == (0 if turn == 0 else len_before // 64 * 64)
+        len_before = len(history) - 1
+        history = history + output.token_ids + prompt(turn, 20)
+
+
+def test_more_requests_than_a_pass_takes_are_refused(checkpoint_dir):
+    with pytest.raises(CapacityError, match="max_num_requests 9"):
+        load_engine(settings(checkpoint_dir, max_num_requests=9), is_ahead=True)
