@@ -8,13 +8,13 @@ from engine.ops.quantized_dot import is_interpreted
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
     MatmulShape,
-    dense_shape,
     in_order_of,
     launch_matmul,
     quantized_matmul,
     quantized_matmul_reference,
     quantized_swiglu,
     quantized_swiglu_reference,
+    shape_of,
 )
 
 
@@ -74,7 +74,7 @@ def quantized_grouped_experts_triton(
 ) -> torch.Tensor:
     assert weights.is_contiguous() and (residual is None or residual.is_contiguous())
     num_chosen, num_experts = chosen.shape[1], len(experts.gate_up.words)
-    shape = shape or dense_shape(x.device, chosen.numel() // num_experts)
+    shape = shape or shape_of(x.device, chosen.numel() // num_experts, is_paired=True)
     order, blocks = expert_blocks(chosen, num_experts, shape.block_m)
     inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
     launch_matmul(

@@ -138,7 +138,7 @@ def test_matches_the_fixed_tolerance_in_fp32():
 @pytest.mark.parametrize("is_swiglu", [False, True])
 @pytest.mark.parametrize("capability", [86, 90])
 def test_compiles_within_shared_memory(capability, is_swiglu):
-    shape = matmul_shape_for((capability // 10, capability % 10), 4096)
+    shape = matmul_shape_for((capability // 10, capability % 10), 4096, is_swiglu)
     pointers = {"x": "bf16", "bytes": "i8", "scales": "fp16", "y": "bf16", "residual": "bf16", "order": "i32"}
     types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
     types |= dict.fromkeys(("x_stride", "rows", "outputs", "groups", "tiles"), "i32")
