@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, read_config, read_json
+from engine.models.device_reader import DeviceReader
 from engine.ops.quantized_weight import QuantizedWeight
 
 MANIFEST_FILE = "longlane.json"
@@ -56,7 +57,7 @@ def is_artifact(directory: Path) -> bool:
 
 
 class Artifact:
-    """The tensors of one artifact by name. A context: it holds files mapped.
+    """The tensors of one artifact by name. A context: it holds files mapped, or reads all of them on to a GPU.
 
     raises  CheckpointError on entering, naming the file that is missing, foreign or cut short
     """
@@ -66,6 +67,7 @@ class Artifact:
         self._device = device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._reader: DeviceReader | None = None
         self._manifest = read_manifest(directory)
         self.config: ModelConfig = read_config(directory)
         self.tensors = self._manifest.tensors
@@ -73,7 +75,13 @@ class Artifact:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, entry in self._manifest.files.items():
-                self._files[name] = stack.enter_context(_open(self._dir / name, entry.size, self._device))
+                _check_size(self._dir / name, entry.size)
+            if self._device.type == "cuda":
+                paths = [self._dir / name for name in self._manifest.files]
+                self._reader = stack.enter_context(DeviceReader(paths, self._device))
+            else:
+                for name in self._manifest.files:
+                    self._files[name] = stack.enter_context(_open(self._dir / name))
             self._stack = stack.pop_all()
         return self
 
@@ -103,6 +111,8 @@ class Artifact:
                 raise CheckpointError(f"{self._dir / name} is damaged: its hash is not the one in {MANIFEST_FILE}")
 
     def _fetch(self, file: str, name: str) -> torch.Tensor:
+        if self._reader is not None:
+            return self._reader.read(file, name)
         try:
             return self._files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -148,12 +158,15 @@ def sha256_of(path: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _open(path: Path, size: int, device: torch.device) -> Any:
+def _check_size(path: Path, size: int) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
     if path.stat().st_size != size:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {MANIFEST_FILE} says {size}: copy it again")
+
+
+def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt", device=str(device))
+        return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

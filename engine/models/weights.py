@@ -35,12 +35,6 @@ def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, i
 
 
 def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool) -> Qwen3_5:
-    if device.type == "cuda":
-        # tests/bench/results says what is left to prove
-        raise CheckpointError(
-            f"{directory} is an artifact, whose kernels are not yet held against their references on a GPU: "
-            "serve the checkpoint that it was made of, or set device to cpu"
-        )
     try:
         # only here: Triton is large, and a checkpoint is served on a CPU without it
         from engine.models.quantized import load_artifact

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from engine.convert.convert import convert
-from engine.errors import CheckpointError
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
 from engine.layers.norm import RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
-from engine.models.artifact import MANIFEST_FILE
 from engine.models.weights import load_model
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
@@ -93,9 +91,3 @@ def test_decode_follows_prefill(profile, tmp_path):
     decoded = runner.decode(TOKEN_IDS[10:], start=10)
     # decode rounds what goes into each product to 8 bits, a prompt's rows do not
     assert 0 < relative_error(decoded, prefilled[10:]) < 0.1
-
-
-def test_an_artifact_is_refused_on_a_gpu_until_its_kernels_are_proved(tmp_path):
-    (tmp_path / MANIFEST_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match="set device to cpu"):
-        load_model(tmp_path, torch.device("cuda"), torch.bfloat16)
