@@ -49,9 +49,7 @@ class GatedDeltaNet:
 
     def _convolve(self, mixed: torch.Tensor, rows: Rows, memory: DeltaState) -> tuple[torch.Tensor, ...]:
         """Query and key of unit length and value, one row per token, in fp32."""
-        convolved = causal_conv(
-            mixed, self.conv, memory.inputs, rows.state_slots, rows.query_starts, commits=rows.commits
-        )
+        convolved = causal_conv(mixed, self.conv, memory.inputs, rows.state_slots, rows.num_rows, commits=rows.commits)
         width = 2 * self.key_heads * self.key_dim
         query_key = l2_norm(convolved[:, :width].unflatten(-1, (2 * self.key_heads, self.key_dim)))
         value = convolved[:, width:].unflatten(-1, (self.value_heads, self.value_dim)).to(query_key.dtype)
@@ -69,5 +67,5 @@ class GatedDeltaNet:
     ) -> torch.Tensor:
         inputs = (query, key, value, log_alpha, beta)
         if rows.commits:
-            return gated_delta_chunked(*inputs, memory.state, rows.state_slots, rows.query_starts)
-        return gated_delta_recurrent(*inputs, memory, rows.state_slots, rows.query_starts)
+            return gated_delta_chunked(*inputs, memory.state, rows.state_slots, rows.num_rows)
+        return gated_delta_recurrent(*inputs, memory, rows.state_slots, rows.num_rows)

@@ -1,9 +1,11 @@
 """Depthwise causal convolution over the rows of each request, followed by SiLU."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from engine.ops.ragged import lengths, of_slots, pad_rows, unpad_rows
+from engine.ops.ragged import of_slots, pad_rows, unpad_rows
 
 
 def causal_conv(
@@ -11,7 +13,7 @@ def causal_conv(
     weight: torch.Tensor,
     inputs: torch.Tensor,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
     commits: bool,
 ) -> torch.Tensor:
     """y[t] = silu(sum_j weight[:, j] * x[t + j - width + 1]), where a request's rows follow upon its slot's inputs.
@@ -20,12 +22,12 @@ def causal_conv(
     weight        [channels, width]
     inputs        [slots, width - 1 + MAX_PENDING_ROWS, channels]  width - 1 committed ones, then pending ones
     state_slots   [requests] int64
-    query_starts  [requests + 1] int32
+    num_rows      of each request
     return        [rows, channels]  dtype of x
     writes        inputs of those slots: the committed ones when the rows commit, else the pending ones
     bounds        at most MAX_PENDING_ROWS rows per request unless they commit
     """
-    return causal_conv_reference(x, weight, inputs, state_slots, query_starts, commits)
+    return causal_conv_reference(x, weight, inputs, state_slots, num_rows, commits)
 
 
 def causal_conv_reference(
@@ -33,10 +35,10 @@ def causal_conv_reference(
     weight: torch.Tensor,
     inputs: torch.Tensor,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
     commits: bool,
 ) -> torch.Tensor:
-    num_rows, slots, kept = lengths(query_starts), state_slots.tolist(), weight.shape[1] - 1
+    slots, kept = state_slots.tolist(), weight.shape[1] - 1
     padded = pad_rows(x, num_rows).to(inputs.dtype)
     window = torch.cat([of_slots(inputs, slots)[:, :kept], padded], dim=1)
     for slot, row, count in zip(slots, window, num_rows, strict=True):

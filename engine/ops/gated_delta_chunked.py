@@ -1,9 +1,9 @@
 """The gated delta rule over many rows, in chunks that are dense products, committed to the state at once."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
-
-from engine.ops.ragged import lengths
 
 CHUNK = 64
 
@@ -16,7 +16,7 @@ def gated_delta_chunked(
     beta: torch.Tensor,
     state: torch.Tensor,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
 ) -> torch.Tensor:
     """S = alpha S;  u = beta (v - S k);  S = S + u kT;  o = S q / sqrt(key_dim)
 
@@ -24,10 +24,11 @@ def gated_delta_chunked(
     value            [rows, value_heads, value_dim]
     log_alpha, beta  [rows, value_heads]
     state            [slots, value_heads, value_dim, key_dim]
+    num_rows         of each request
     return           [rows, value_heads, value_dim]
     writes           the state of state_slots, as it is after each request's last row
     """
-    return gated_delta_chunked_reference(query, key, value, log_alpha, beta, state, state_slots, query_starts)
+    return gated_delta_chunked_reference(query, key, value, log_alpha, beta, state, state_slots, num_rows)
 
 
 def gated_delta_chunked_reference(
@@ -38,9 +39,8 @@ def gated_delta_chunked_reference(
     beta: torch.Tensor,
     state: torch.Tensor,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
 ) -> torch.Tensor:
-    num_rows = lengths(query_starts)
     rows = zip(*(x.split(num_rows) for x in (query, key, value, log_alpha, beta)), strict=True)
     return torch.cat(
         [_one_request(*request, state[slot]) for request, slot in zip(rows, state_slots.tolist(), strict=True)]

@@ -1,10 +1,12 @@
 """The gated delta rule, row by row, leaving the rows pending beside the state."""
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_fold import write
-from engine.ops.ragged import lengths, of_slots, pad_rows, unpad_rows
+from engine.ops.ragged import of_slots, pad_rows, unpad_rows
 
 
 def gated_delta_recurrent(
@@ -15,18 +17,19 @@ def gated_delta_recurrent(
     beta: torch.Tensor,
     memory: DeltaState,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
 ) -> torch.Tensor:
     """S = alpha S;  u = beta (v - S k);  S = S + u kT;  o = S q / sqrt(key_dim), from the slot's committed state.
 
     query, key       [rows, key_heads, key_dim]  of unit length; value head j uses key head j // (heads / key_heads)
     value            [rows, value_heads, value_dim]
     log_alpha, beta  [rows, value_heads]
+    num_rows         of each request
     return           [rows, value_heads, value_dim]
     writes           pending_key, pending_u and pending_alpha of each slot's first rows; not the state
     bounds           at most MAX_PENDING_ROWS rows per request
     """
-    return gated_delta_recurrent_reference(query, key, value, log_alpha, beta, memory, state_slots, query_starts)
+    return gated_delta_recurrent_reference(query, key, value, log_alpha, beta, memory, state_slots, num_rows)
 
 
 def gated_delta_recurrent_reference(
@@ -37,15 +40,15 @@ def gated_delta_recurrent_reference(
     beta: torch.Tensor,
     memory: DeltaState,
     state_slots: torch.Tensor,
-    query_starts: torch.Tensor,
+    num_rows: Sequence[int],
 ) -> torch.Tensor:
-    num_rows, slots = lengths(query_starts), state_slots.tolist()
+    slots = state_slots.tolist()
     query, key, value, log_alpha, beta = (pad_rows(x, num_rows) for x in (query, key, value, log_alpha, beta))
     alpha = log_alpha.exp()
     output, u = recur(query, key, value, alpha, beta, of_slots(memory.state, slots))
     for pending, rows in ((memory.pending_key, key), (memory.pending_u, u), (memory.pending_alpha, alpha)):
-        for slot, row in zip(slots, rows, strict=True):
-            pending[slot, : len(row)] = row
+        for slot, row, count in zip(slots, rows, num_rows, strict=True):
+            pending[slot, :count] = row[:count]
     return unpad_rows(output, num_rows)
 
 

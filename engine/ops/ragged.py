@@ -1,5 +1,6 @@
 """Rows of several requests, one after another, and the same rows padded to a rectangle."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -10,7 +11,7 @@ def lengths(query_starts: torch.Tensor) -> list[int]:
     return [end - start for start, end in pairwise(query_starts.tolist())]
 
 
-def pad_rows(x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
+def pad_rows(x: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
     """[rows, ...] -> [requests, longest, ...], zeros after a request's last row; a view when all are equally long."""
     requests, longest = len(num_rows), max(num_rows)
     if min(num_rows) == longest:
@@ -21,7 +22,7 @@ def pad_rows(x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
     return padded
 
 
-def unpad_rows(x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
+def unpad_rows(x: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
     """[requests, longest, ...] -> [rows, ...]; undoes pad_rows."""
     if min(num_rows) == x.shape[1]:
         return x.flatten(0, 1)

@@ -8,7 +8,7 @@ from engine.ops.gated_delta_chunked import gated_delta_chunked, gated_delta_chun
 from engine.ops.gated_delta_fold import gated_delta_fold
 from engine.ops.gated_delta_recurrent import gated_delta_recurrent, gated_delta_recurrent_reference
 from engine.ops.l2_norm import l2_norm
-from tests.ops.conftest import assert_matches, starts_of
+from tests.ops.conftest import assert_matches
 
 DIM = 128
 KEY_HEADS = 2
@@ -32,11 +32,13 @@ def memory(slots, group, device, dtype=torch.float32):
         pending_key=torch.full((slots, PENDING, KEY_HEADS, DIM), float("nan"), device=device, dtype=dtype),
         pending_u=torch.full((slots, PENDING, heads, DIM), float("nan"), device=device, dtype=dtype),
         pending_alpha=torch.full((slots, PENDING, heads), float("nan"), device=device, dtype=dtype),
+        arrivals=torch.zeros(slots, KEY_HEADS, dtype=torch.int32, device=device),
     )
 
 
 def copied(memory, dtype=None):
-    return DeltaState(*(tensor.clone().to(dtype or tensor.dtype) for tensor in memory.tensors()))
+    *numbers, arrivals = (tensor.clone() for tensor in memory.tensors())
+    return DeltaState(*(tensor.to(dtype or tensor.dtype) for tensor in numbers), arrivals)
 
 
 def naive(query, key, value, log_alpha, beta, state):
@@ -60,7 +62,7 @@ def test_chunked_matches_the_recurrence(group, num_rows, device):
     rows = inputs(sum(num_rows), group, device)
     states = memory(4, group, device)
     before, slots = states.state.clone(), torch.tensor([3, 0, 1], device=device)[: len(num_rows)]
-    actual = gated_delta_chunked(*rows, states.state, slots, starts_of(num_rows, device))
+    actual = gated_delta_chunked(*rows, states.state, slots, num_rows)
     parts = zip(*(x.split(num_rows) for x in rows), strict=True)
     expected = [naive(*part, before[slot]) for part, slot in zip(parts, slots.tolist(), strict=True)]
     assert_matches(actual, torch.cat([output for output, _ in expected]))
@@ -74,7 +76,7 @@ def test_recurrent_matches_the_recurrence(group, num_rows, device):
     rows = inputs(sum(num_rows), group, device)
     states = memory(4, group, device)
     before, slots = copied(states), torch.tensor([3, 0, 1], device=device)[: len(num_rows)]
-    actual = gated_delta_recurrent(*rows, states, slots, starts_of(num_rows, device))
+    actual = gated_delta_recurrent(*rows, states, slots, num_rows)
     parts = zip(*(x.split(num_rows) for x in rows), strict=True)
     expected = [naive(*part, before.state[slot])[0] for part, slot in zip(parts, slots.tolist(), strict=True)]
     assert_matches(actual, torch.cat(expected))
@@ -84,12 +86,12 @@ def test_recurrent_matches_the_recurrence(group, num_rows, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_both_forms_match_their_fp64_selves(dtype, device):
     rows, states = inputs(8, 2, device, dtype), memory(1, 2, device)
-    wide, starts, slots = [x.double() for x in rows], starts_of([8], device), torch.tensor([0], device=device)
+    wide, num_rows, slots = [x.double() for x in rows], [8], torch.tensor([0], device=device)
     rows = [x.float() for x in rows]
-    oracle = gated_delta_recurrent_reference(*wide, copied(states, torch.float64), slots, starts)
-    assert_matches(gated_delta_recurrent(*rows, copied(states), slots, starts), oracle)
-    oracle = gated_delta_chunked_reference(*wide, states.state.double(), slots, starts)
-    assert_matches(gated_delta_chunked(*rows, states.state, slots, starts), oracle)
+    oracle = gated_delta_recurrent_reference(*wide, copied(states, torch.float64), slots, num_rows)
+    assert_matches(gated_delta_recurrent(*rows, copied(states), slots, num_rows), oracle)
+    oracle = gated_delta_chunked_reference(*wide, states.state.double(), slots, num_rows)
+    assert_matches(gated_delta_chunked(*rows, states.state, slots, num_rows), oracle)
 
 
 def test_by_hand(device):
@@ -104,17 +106,17 @@ def test_by_hand(device):
     states.state[..., 1, 0] = 4.0
     expected = torch.zeros(1, KEY_HEADS, DIM, dtype=torch.float64, device=device)
     expected[..., 1] = 5 / 128**0.5
-    slots, starts = torch.tensor([0], device=device), starts_of([1], device)
-    assert_matches(gated_delta_recurrent(*rows, states, slots, starts), expected)
+    slots, num_rows = torch.tensor([0], device=device), [1]
+    assert_matches(gated_delta_recurrent(*rows, states, slots, num_rows), expected)
     assert states.pending_u[0, 0, :, 1].tolist() == [3.0, 3.0]
-    assert_matches(gated_delta_chunked(*rows, states.state, slots, starts), expected)
+    assert_matches(gated_delta_chunked(*rows, states.state, slots, num_rows), expected)
     assert states.state[0, :, 1, 0].tolist() == [5.0, 5.0]
 
 
 def test_zero_rows_change_nothing_but_the_decay(device):
     rows, states = [torch.zeros_like(x) for x in inputs(5, 2, device)], memory(1, 2, device)
     before = states.state.clone()
-    assert (gated_delta_chunked(*rows, states.state, torch.tensor([0]), starts_of([5], device)) == 0).all()
+    assert (gated_delta_chunked(*rows, states.state, torch.tensor([0]), [5]) == 0).all()
     assert torch.equal(states.state, before)
 
 
@@ -123,7 +125,7 @@ def test_fold_commits_the_accepted_rows_and_no_others(accepted, device):
     num_rows = [8, 5]
     rows, states = inputs(13, 2, device), memory(4, 2, device)
     before, slots = copied(states), torch.tensor([2, 0], device=device)
-    gated_delta_recurrent(*rows, states, slots, starts_of(num_rows, device))
+    gated_delta_recurrent(*rows, states, slots, num_rows)
     gated_delta_fold(states, slots, torch.tensor(accepted, device=device).int())
     for part, slot, count in zip(zip(*(x.split(num_rows) for x in rows), strict=True), [2, 0], accepted, strict=True):
         expected = naive(*(x[:count] for x in part), before.state[slot])[1]
@@ -141,10 +143,10 @@ def test_passes_with_partial_acceptance_are_the_plain_recurrence(pass_rows, acce
     start = 0
     while start + pass_rows <= 24:
         part = [x[start : start + pass_rows] for x in rows]
-        outputs = gated_delta_recurrent(*part, states, slots, starts_of([pass_rows], device))
+        outputs = gated_delta_recurrent(*part, states, slots, [pass_rows])
         gated_delta_fold(states, slots, few)
         for t in range(accepted):
-            output = gated_delta_recurrent(*(x[t : t + 1] for x in part), single, slots, starts_of([1], device))
+            output = gated_delta_recurrent(*(x[t : t + 1] for x in part), single, slots, [1])
             gated_delta_fold(single, slots, one)
             assert torch.equal(outputs[t : t + 1], output)
         assert torch.equal(states.state, single.state)
@@ -154,11 +156,11 @@ def test_passes_with_partial_acceptance_are_the_plain_recurrence(pass_rows, acce
 def test_chunks_of_any_size_are_one_call(device):
     rows, states = inputs(300, 2, device), memory(1, 2, device)
     whole = states.state.clone()
-    expected = gated_delta_chunked(*rows, whole, torch.tensor([0]), starts_of([300], device))
+    expected = gated_delta_chunked(*rows, whole, torch.tensor([0]), [300])
     for size in (7, 64, 100):
         state = states.state.clone()
         parts = [
-            gated_delta_chunked(*part, state, torch.tensor([0]), starts_of([len(part[0])], device))
+            gated_delta_chunked(*part, state, torch.tensor([0]), [len(part[0])])
             for part in zip(*(x.split(size) for x in rows), strict=True)
         ]
         assert_matches(torch.cat(parts), expected.double())
@@ -170,6 +172,6 @@ def test_no_drift_over_600_rows_of_bf16_inputs(device):
     rows, states = inputs(600, 1, device, torch.bfloat16), memory(1, 1, device)
     rows = [x.float() for x in rows]
     expected, final = naive(*rows, states.state[0])
-    actual = gated_delta_chunked(*rows, states.state, torch.tensor([0]), starts_of([600], device))
+    actual = gated_delta_chunked(*rows, states.state, torch.tensor([0]), [600])
     assert_matches(actual[-64:], expected[-64:])
     assert_matches(states.state[0], final)
