@@ -114,11 +114,16 @@ async def stream(client: aiohttp.ClientSession, url: str, rate: float, seconds: 
     async with client.post(url + CHAT, data=json.dumps(body).encode()) as response:
         response.raise_for_status()
         async for line in response.content:
-            if line.startswith(b'data: {"t"'):
-                times.append((time.monotonic_ns() - json.loads(line[6:])["t"]) / 1e6)
+            if line.startswith(b"data: {"):
+                times += _age_ms(json.loads(line[6:]))
             is_whole |= line.startswith(b"data: [DONE]")
     assert is_whole, "a stream did not end as it should"
     return times
+
+
+def _age_ms(chunk: dict) -> list[float]:
+    sent = [choice["delta"].get("content") for choice in chunk["choices"]]
+    return [(time.monotonic_ns() - int(at)) / 1e6 for at in sent if at]
 
 
 def session(target: Target) -> aiohttp.ClientSession:

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -26,12 +26,26 @@ def free_port() -> int:
 @contextmanager
 def program(*words: object) -> Iterator[subprocess.Popen]:
     """`python -m ...`, ended when the block is."""
-    running = subprocess.Popen([sys.executable, "-m", *map(str, words)], env=os.environ | QUIET)
+    with command([sys.executable, "-m", *words], QUIET) as running:
+        yield running
+
+
+@contextmanager
+def command(
+    words: Sequence[object], environment: Mapping[str, str], log: Path | None = None
+) -> Iterator[subprocess.Popen]:
+    """log  file for what it prints; none: beside this program's own words"""
+    with log.open("w") if log else nullcontext() as output:
+        running = subprocess.Popen(list(map(str, words)), env=os.environ | environment, stdout=output, stderr=output)
     try:
         yield running
     finally:
         running.terminate()
-        running.wait(30)
+        try:
+            running.wait(30)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait(10)
 
 
 @contextmanager
@@ -54,8 +68,8 @@ def engines(count: int, line: dict, directory: Path) -> Iterator[list[str]]:
 def gateway(directory: Path, urls: Sequence[str], **settings: object) -> Iterator[tuple[str, int]]:
     """Address and process id of a gateway in front of these upstreams."""
     port = free_port()
-    lines = ["[router]", f"port = {port}", f"admin_port = {free_port()}"]
-    lines += [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    settings = {"port": port, "admin_port": free_port()} | settings
+    lines = ["[router]", *(f"{name} = {json.dumps(value)}" for name, value in settings.items())]
     for number, url in enumerate(urls):
         lines += ["[[router.upstreams]]", f'name = "engine-{number}"', f'url = "{url}"', 'lane = "long"']
     file = directory / f"gateway-{port}.toml"
@@ -68,11 +82,11 @@ def gateway(directory: Path, urls: Sequence[str], **settings: object) -> Iterato
         yield url, running.pid
 
 
-def wait_ready(url: str) -> None:
+def wait_ready(url: str, path: str = "/ready") -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+            if httpx.get(url + path, timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass

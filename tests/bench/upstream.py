@@ -14,15 +14,22 @@ from tests.router.live import Connection, Received, ScriptedUpstream
 
 HEARTBEAT_S = 5.0
 USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15}
+CHUNK = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
 ANSWER = {
     "id": "x",
     "object": "chat.completion",
-    "choices": [{"index": 0, "message": {"content": "ok"}}],
+    "created": 1,
+    "model": "tiny",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}],
     "usage": USAGE,
 }
 
 
 async def answer(received: Received, connection: Connection) -> None:
+    if received.method == "GET":
+        # other gateways ask for the health by other names
+        await connection.answer(200, {})
+        return
     body = received.json
     if not body.get("stream"):
         await connection.answer(200, ANSWER)
@@ -38,8 +45,9 @@ async def answer(received: Received, connection: Connection) -> None:
 
 
 def _event() -> bytes:
-    text = {"t": time.monotonic_ns(), "choices": [{"index": 0, "delta": {"content": " word"}}]}
-    return b"data: " + json.dumps(text).encode() + b"\n\n"
+    # the time is the text, which a gateway that writes chunks anew keeps as well
+    choice = {"index": 0, "delta": {"content": str(time.monotonic_ns())}, "finish_reason": None}
+    return b"data: " + json.dumps(CHUNK | {"choices": [choice]}).encode() + b"\n\n"
 
 
 async def serve(port: int) -> None:

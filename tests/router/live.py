@@ -65,6 +65,8 @@ class Connection:
         return self._writer.get_extra_info("peername")
 
     async def send(self, data: bytes) -> None:
+        if self._writer.is_closing():
+            raise ConnectionError("the other side is gone")
         self._writer.write(data)
         await self._writer.drain()
 
