@@ -1,7 +1,7 @@
 """Measures a checkpoint through the real engine: `python -m engine.bench --model DIR`. Prints JSON.
 
 Prefill is prompt tokens over the time to the first token, decode the tokens after the first over the time that they
-took, both as a reader of the streams sees them, so the process boundary is part of it.
+took, both as a reader of the streams sees them, so the process boundary is part of it. Nothing is reused.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +24,8 @@ from pydantic import Field
 from config import ConfigError, EngineConfig, load
 from config.load import usage
 from config.section import Section
-from engine import EngineClient, EngineError, Request, SamplingParams
+from engine import EngineClient, EngineError, EngineInfo, Request, SamplingParams
+from engine.models.config import MoeConfig, read_config
 
 
 class BenchConfig(Section):
@@ -31,6 +33,14 @@ class BenchConfig(Section):
 
     prompt_tokens: tuple[int, ...] = (512, 2048)
     requests: tuple[int, ...] = (1, 4)
+
+    fills: bool = False
+    """Fill the KV cache and the states with random numbers instead of computing prompts, to measure decoding behind
+    long ones at once. Rows say so, and have no prefill figures."""
+
+    breakdown: int | None = Field(default=None, ge=1)
+    """Then run a request behind a prompt of so many tokens, filled as above, and list the kernels of a step; needs a
+    GPU."""
 
     output_tokens: int = Field(default=128, ge=2)
     """Tokens that each request generates, whatever they are."""
@@ -72,7 +82,9 @@ def main() -> int:
 
 async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
     """raises  CheckpointError, CapacityError, ContextLengthError"""
-    client = EngineClient(engine)
+    engine = engine.model_copy(update={"prefix_caching": False})
+    copied = copy_bytes_per_s()
+    client = EngineClient(engine, "engine.bench_filled" if bench.fills else "engine.process")
     began = time.monotonic()
     await client.start()
     load_s = time.monotonic() - began
@@ -80,34 +92,91 @@ async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
         pool = prompt_pool(bench, client.info.vocab_size)
         await run_round(client, bench, pool, num_prompt_tokens=64, count=1, name="warm-up")
         rows = [
-            await measure_row(client, bench, pool, num_prompt_tokens, count)
+            await measure_row(client, engine, bench, pool, num_prompt_tokens, count, copied)
             for num_prompt_tokens in bench.prompt_tokens
             for count in bench.requests
         ]
-        return about(engine, client) | {"load_s": round(load_s, 2), "rows": rows}
+        report = about(engine, client) | {"load_s": round(load_s, 2), "copy_bytes_per_s": copied, "rows": rows}
     finally:
         await client.close()
+    if bench.breakdown is not None:
+        # torch takes seconds to import, and only this needs it here
+        from engine.breakdown import breakdown
+
+        report["breakdown"] = breakdown(engine, bench.breakdown)
+    return report
 
 
 async def measure_row(
-    client: EngineClient, bench: BenchConfig, pool: list[int], num_prompt_tokens: int, count: int
+    client: EngineClient,
+    engine: EngineConfig,
+    bench: BenchConfig,
+    pool: list[int],
+    num_prompt_tokens: int,
+    count: int,
+    copied: float | None,
 ) -> dict[str, Any]:
+    """copied  bytes that the device copies in a second, if it is a GPU"""
     before = client.stats
     name = f"{num_prompt_tokens}-{count}"
     timings = await run_round(client, bench, pool, num_prompt_tokens, count, name)
     drafted = client.stats.num_draft_tokens - before.num_draft_tokens
     accepted = client.stats.num_accepted_tokens - before.num_accepted_tokens
     first_s, rest_s = max(t.first_s for t in timings), max(t.rest_s for t in timings)
+    context = num_prompt_tokens + bench.output_tokens // 2
+    step_bytes = decode_bytes(client.info.planned_bytes, Path(client.info.checkpoint_dir), context, count, client.info)
     return {
         "prompt_tokens": num_prompt_tokens,
+        "recipe": recipe_of(client, engine),
+        "codec": client.info.kv_codec,
         "requests": count,
         "drafts": client.info.num_drafts,
         "accepted_share": round(accepted / drafted, 3) if drafted else None,
-        "ttft_s": round(min(t.first_s for t in timings), 3),
-        "prefill_tok_s": round(num_prompt_tokens * count / first_s, 1),
+        "prefilled": not bench.fills,
+        "ttft_s": None if bench.fills else round(min(t.first_s for t in timings), 3),
+        "prefill_tok_s": None if bench.fills else round(num_prompt_tokens * count / first_s, 1),
         "decode_tok_s": round((bench.output_tokens - 1) * count / rest_s, 1),
-        "peak_bytes": peak_bytes(client.pid),
+        "step_bytes": step_bytes,
+        # with drafts, a step gives several tokens and reads MTP's weights too
+        "bandwidth_share": None
+        if copied is None or client.info.num_drafts
+        else round(step_bytes * (bench.output_tokens - 1) / rest_s / copied, 3),
+        "peak_bytes": client.stats.peak_bytes,
+        "plan_bytes": sum(client.info.planned_bytes.values()),
     }
+
+
+def decode_bytes(planned: Mapping[str, int], checkpoint_dir: Path, context: int, count: int, info: EngineInfo) -> int:
+    """Bytes that a pass over `count` requests without drafts has to read, each of this context: all weights but the
+    embedding and MTP's, of routed experts those that so many tokens choose on average, keys and values, and states.
+
+    planned  bytes by what they are for, as the planner names it
+    """
+    config = read_config(checkpoint_dir)
+    weights = sum(
+        num_bytes
+        for name, num_bytes in planned.items()
+        if name.startswith("weights: ") and name.removeprefix("weights: ") not in ("embedding", "experts", "MTP")
+    )
+    if isinstance(config.feed_forward, MoeConfig):
+        skipped = 1 - config.feed_forward.num_experts_per_tok / config.feed_forward.num_experts
+        weights += round(planned["weights: experts"] * (1 - skipped**count))
+    keys_values = planned["KV blocks"] // info.kv_cache_tokens * context
+    states = planned["GDN states"] // info.max_num_requests
+    return weights + count * (keys_values + states)
+
+
+def recipe_of(client: EngineClient, engine: EngineConfig) -> str:
+    """Of an artifact; of a checkpoint the type that its weights are in."""
+    manifest = Path(client.info.checkpoint_dir) / "longlane.json"
+    return json.loads(manifest.read_text(encoding="utf-8"))["recipe"] if manifest.exists() else engine.dtype
+
+
+def copy_bytes_per_s() -> float | None:
+    """Of the GPU, if there is one; in a process of its own, which gives all memory back."""
+    command = [sys.executable, "-m", "engine.copy_speed"]
+    found = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    return None if found.stdout.strip() == "no GPU" else float(found.stdout)
 
 
 async def run_round(
@@ -149,23 +218,23 @@ def about(engine: EngineConfig, client: EngineClient) -> dict[str, Any]:
         "device": client.info.device,
         "python": platform.python_version(),
         "torch": version("torch"),
+        "triton": _version("triton"),
         "model": engine.model,
         "dtype": engine.dtype,
         "threads": engine.num_threads or len(os.sched_getaffinity(0)),
     }
 
 
-def peak_bytes(pid: int | None) -> int | None:
-    """Most memory that the engine process has held so far."""
-    if pid is None:
-        return None
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-
-
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

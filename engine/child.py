@@ -29,13 +29,14 @@ class ChildProcess:
         self._directory = directory
 
     @classmethod
-    async def spawn(cls, config: EngineConfig) -> "ChildProcess":
+    async def spawn(cls, config: EngineConfig, module: str) -> "ChildProcess":
+        """module  that is the process"""
         # only this user may enter the directory, so nobody else can take the engine's place on the socket
         directory = tempfile.mkdtemp(prefix="longlane-engine-")
         address = f"ipc://{directory}/socket"
         socket = _bind(address)
         try:
-            process = await _launch(address)
+            process = await _launch(address, module)
         except BaseException:
             _free(socket, directory)
             raise
@@ -100,10 +101,10 @@ class ChildProcess:
         raise EngineDiedError(await self.last_words())
 
 
-async def _launch(address: str) -> asyncio.subprocess.Process:
+async def _launch(address: str, module: str) -> asyncio.subprocess.Process:
     # a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides what to do
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.process", address),
+        *(sys.executable, "-m", module, address),
         stdin=asyncio.subprocess.PIPE,
         env=_environment(),
         start_new_session=True,

@@ -80,8 +80,10 @@ class EngineClient:
     Everything runs on the event loop that called `start`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, module: str = "engine.process") -> None:
+        """module  that is the engine process"""
         self._config = config
+        self._module = module
         self._state: EngineState = "loading"
         self._end = ""
         self._info: EngineInfo | None = None
@@ -239,7 +241,7 @@ class EngineClient:
     async def _run_child(self) -> None:
         """One engine process from its start to its end. raises EngineError when it never became ready"""
         self._began = time.monotonic()
-        self._child = child = await ChildProcess.spawn(self._config)
+        self._child = child = await ChildProcess.spawn(self._config, self._module)
         try:
             ready = await child.ready()
             self._load_s = time.monotonic() - self._began

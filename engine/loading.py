@@ -3,6 +3,7 @@
 import logging
 import os
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,9 +43,12 @@ WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
 
 
-def load_engine(config: EngineConfig, is_ahead: bool | None = None) -> EngineCore:
-    """is_ahead  run one pass ahead of the host; when not given, on a GPU with an artifact, for which there are kernels
-    raises    CheckpointError, CapacityError
+def load_engine(
+    config: EngineConfig, is_ahead: bool | None = None, runner_type: type[DeviceRunner] = DeviceRunner
+) -> EngineCore:
+    """is_ahead     run one pass ahead of the host; when not given, on a GPU with an artifact, which has the kernels
+    runner_type  of a runner that is ahead
+    raises       CheckpointError, CapacityError
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -73,7 +77,7 @@ def load_engine(config: EngineConfig, is_ahead: bool | None = None) -> EngineCor
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
     vocabulary = constraints.begin_loading()
-    build = _build_device_runner if is_ahead else _build_runner
+    build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
     runner = build(config, model, demand, info, constraints, device, dtype)
     key = cache_key(checkpoint_dir, dtype, config.yarn)
     scheduler = _build_scheduler(config, demand, info, key, reuses_decoded=not (config.deterministic or is_ahead))
@@ -138,6 +142,7 @@ def _build_runner(
 
 
 def _build_device_runner(
+    runner_type: type[DeviceRunner],
     config: EngineConfig,
     model: Qwen3_5,
     demand: Demand,
@@ -164,7 +169,7 @@ def _build_device_runner(
         rows = [rows_per_request(count, info.num_drafts) for count in range(1, slots + 1)]
         passes = GraphPasses(decode_pass, rows, vocab, device)
     snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
-    return DeviceRunner(model, state, states, tables, decode_pass, passes, constraints, snapshots)
+    return runner_type(model, state, states, tables, decode_pass, passes, constraints, snapshots)
 
 
 def _build_scheduler(

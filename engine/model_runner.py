@@ -47,8 +47,8 @@ class Choice:
 
 
 class Runner(Protocol):
-    """Runs schedules in the order in which they are launched. A pass has two parts, so that what a grammar allows can be
-    worked out while the first one runs.
+    """Runs schedules in the order in which they are launched. A pass has two parts, so that what a grammar allows can
+    be worked out while the first one runs.
 
     is_ahead  a schedule may be launched before the outcomes of the one before it were collected
     """

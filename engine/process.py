@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from engine.engine import EngineCore
 
 
-def main() -> None:
+def main(load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
+    """load  instead of load_engine"""
     address = sys.argv[1]
     # Ctrl-C in a terminal reaches every process there; the parent decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -37,7 +39,7 @@ def main() -> None:
     socket.set(zmq.RCVHWM, 0)
     socket.connect(address)
     try:
-        run(config, socket)
+        run(config, socket, load)
     except BaseException as error:
         _send(socket, _last_word(error))
         socket.close(linger=1000)
@@ -45,12 +47,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def run(config: EngineConfig, socket: zmq.Socket) -> None:
+def run(config: EngineConfig, socket: zmq.Socket, load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
     """Loads, then steps for ever; between steps it takes what the parent has sent."""
     # torch takes seconds to import: the watch over the parent must stand before
     from engine.loading import load_engine
 
-    engine = load_engine(config)
+    engine = (load or load_engine)(config)
     _send(socket, Ready(engine.info, engine.stats()))
     while True:
         _receive(engine, socket)

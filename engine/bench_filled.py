@@ -1,0 +1,61 @@
+"""The engine process of a measurement that does not wait for prompts: `python -m engine.bench_filled ADDRESS`.
+
+Decoding at 260,000 tokens of context takes as long whatever the tokens are, so only the last rows of each chunk of a
+prompt are computed, over a cache and states of random numbers. Everything after that is the engine as it is served.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from config import EngineConfig
+from config.engine import BLOCK_SIZE
+from engine import process
+from engine.cache.state_cache import StateCache
+from engine.device_runner import DeviceRunner, Prompts
+from engine.engine import EngineCore
+from engine.loading import load_engine
+from engine.models.qwen3_5 import KVLayers
+from engine.scheduler import Chunk
+
+
+class FilledRunner(DeviceRunner):
+    """Computes the last block of each chunk alone."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        fill_kv(self._state.kv)
+
+    def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
+        return super()._forward_prompts([replace(c, start=max(c.start, c.end - BLOCK_SIZE)) for c in chunks])
+
+    def _begin(self, chunk: Chunk) -> None:
+        super()._begin(chunk)
+        fill_state(self._states, chunk.state.slot)
+
+
+def fill_kv(kv: KVLayers) -> None:
+    """Numbers, codes and scales under which no token is worth much more than another."""
+    for layer in kv.layers:
+        for tensor in (value for each in fields(layer) if isinstance(value := getattr(layer, each.name), torch.Tensor)):
+            if tensor.dtype == torch.int32:
+                tensor.random_(-(2**31), 2**31 - 1)
+            elif tensor.dtype == torch.float16:
+                tensor.uniform_(0.005, 0.015)
+            else:
+                tensor.normal_(std=0.5)
+
+
+def fill_state(states: StateCache, slot: int) -> None:
+    state, taps = states.committed(slot)
+    state.normal_(std=0.02)
+    taps.normal_(std=0.5)
+
+
+def load_filled(config: EngineConfig) -> EngineCore:
+    return load_engine(config, is_ahead=True, runner_type=FilledRunner)
+
+
+if __name__ == "__main__":
+    process.main(load_filled)
