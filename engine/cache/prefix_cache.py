@@ -11,6 +11,8 @@ from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
 
 DIGEST_BYTES = 32
+# requests that began from a snapshot make it a place from which conversations part
+SEVERAL = 2
 BLOCK_BYTES = BLOCK_SIZE * array("I").itemsize
 
 
@@ -39,17 +41,17 @@ class Snapshot:
 
     index        where its tensors lie
     is_decoded   made token by token rather than by prefill
-    is_waypoint  its own request went on to a deeper one, and nobody has used it yet
-    was_hit      a request began from it
-    last_use     on the clock of computed and reused tokens
+    base         what was last given up was worth so much when it was made or last used
+    num_hits     requests that began from it
+    is_waypoint  whoever made it or began from it has a deeper one, and it is no place from which several went on
     """
 
     index: int
     node: Node
     is_decoded: bool
-    last_use: int
+    base: int
+    num_hits: int = 0
     is_waypoint: bool = False
-    was_hit: bool = False
 
 
 @dataclass(slots=True)
@@ -58,13 +60,15 @@ class CachedPath:
 
     hashes     of the prompt's whole blocks that may be reused, once they were looked up
     extra_ids  blocks held beside the request's own: another request's, of the same content
-    latest     the snapshot that this request made last; it may have been given up since
+    origin     the snapshot that this request began from
+    latest     the one that it made last, or began from; it may have been given up since
     """
 
     root: bytes
     hashes: tuple[bytes, ...] | None = None
     nodes: list[Node] = field(default_factory=list)
     extra_ids: list[int] = field(default_factory=list)
+    origin: Snapshot | None = None
     latest: Snapshot | None = None
 
     @property
@@ -126,8 +130,9 @@ class PrefixCache:
     blocks are won back by giving up a snapshot.
 
     The cost of losing a snapshot are the tokens since the one above it, which would have to be computed again. Given
-    up first are waypoints, the cheapest first, so that those of a long prompt lie apart; then the others, by the time
-    of their last use plus their cost. Time is counted in tokens too: what costs n outlives n tokens of other traffic.
+    up first are waypoints, the cheapest first, so that those of a long text lie apart: a conversation that went on will
+    hardly come back to where it was. Then go the others, by their cost plus what the last one that was given up was
+    worth when they were used last: what is used stays, and what is not ages as fast as dearer ones have to go.
 
     Who owns what: a running request holds every block of its path, so nothing that it builds upon is given up.
     """
@@ -140,9 +145,9 @@ class PrefixCache:
         self._by_block: dict[int, Node] = {}
         self._num_slots = num_snapshots
         self._free_slots = list(range(num_snapshots - 1, -1, -1))
-        # in the order in which they were made, so that the older of two equally worthy ones goes first
+        # in the order of their last use, so that of two equally worthy ones the older goes first
         self._snapshots: dict[Snapshot, None] = {}
-        self._clock = 0
+        self._floor = 0
         self.counts: Counter[str] = Counter()
 
     @property
@@ -188,7 +193,6 @@ class PrefixCache:
         """
         self.counts["num_prefix_queries"] += 1
         self.counts["num_cached_tokens"] += hit.depth
-        self._clock += hit.depth
         if hit.standing is None:
             return None
         path.nodes = hit.nodes
@@ -197,7 +201,13 @@ class PrefixCache:
         self._pool.release((), len(path.nodes))
         snapshot = hit.standing.snapshot
         assert snapshot is not None
-        snapshot.last_use, snapshot.was_hit, snapshot.is_waypoint = self._clock, True, False
+        self._use(snapshot)
+        snapshot.num_hits += 1
+        snapshot.is_waypoint = False
+        path.origin = path.latest = snapshot
+        for node in path.nodes[:-1]:
+            if node.snapshot is not None and node.snapshot.num_hits < SEVERAL:
+                node.snapshot.is_waypoint = True
         return snapshot.index
 
     def take(self) -> int:
@@ -216,7 +226,6 @@ class PrefixCache:
         for index in range(len(path.nodes), num_final // BLOCK_SIZE):
             block = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             path.nodes.append(self._address(path, block, block_ids[index]))
-            self._clock += BLOCK_SIZE
 
     def stand(self, path: CachedPath, is_decoded: bool) -> int | None:
         """A snapshot of the state at the path's end.
@@ -226,12 +235,12 @@ class PrefixCache:
         if not self.is_enabled or not path.nodes:
             return None
         if (standing := path.nodes[-1].snapshot) is not None:
-            standing.last_use = self._clock
+            self._use(standing)
             return None
-        self._pass(path.latest, is_decoded)
+        self._pass(path, is_decoded)
         if not self._free_slots:
             self._evict(self._snapshots)
-        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._clock)
+        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._floor)
         self._snapshots[snapshot] = None
         path.nodes[-1].snapshot = path.latest = snapshot
         return snapshot.index
@@ -292,29 +301,35 @@ class PrefixCache:
         node.block_id = block_id
         self._by_block[block_id] = node
 
-    def _pass(self, snapshot: Snapshot | None, by_decoding: bool) -> None:
-        """A request went on from the snapshot that it made last. Unless somebody has begun from it, one made by
-        decoding has no further use and one inside a prompt is a waypoint; the one at a prompt's end stays."""
-        if snapshot is None or snapshot not in self._snapshots or snapshot.was_hit:
+    def _use(self, snapshot: Snapshot) -> None:
+        snapshot.base = self._floor
+        self._snapshots[snapshot] = self._snapshots.pop(snapshot)
+
+    def _pass(self, path: CachedPath, by_decoding: bool) -> None:
+        """A request goes on beyond its latest snapshot, which is of less use then unless others began from it too. One
+        of its own decoding has no use at all; the one at a prompt's end keeps its place until its answer is reused."""
+        snapshot = path.latest
+        if snapshot is None or snapshot not in self._snapshots or snapshot.num_hits > (snapshot is path.origin):
             return
-        if snapshot.is_decoded:
+        if snapshot.is_decoded and snapshot is not path.origin:
             self._remove(snapshot)
-        elif not by_decoding:
+        elif snapshot.is_decoded or not by_decoding:
             snapshot.is_waypoint = True
 
     def _worth(self, snapshot: Snapshot) -> tuple[bool, int]:
-        above = snapshot.node.parent
-        while above is not None and above.snapshot is None:
-            above = above.parent
+        above = next((node for node in ancestry(snapshot.node.parent) if node.snapshot is not None), None)
         cost = snapshot.node.depth - (above.depth if above else 0)
-        return not snapshot.is_waypoint, cost if snapshot.is_waypoint else snapshot.last_use + cost
+        return not snapshot.is_waypoint, cost + (0 if snapshot.is_waypoint else snapshot.base)
 
     def _frees_a_block(self, snapshot: Snapshot) -> bool:
         return not snapshot.node.children and self._pool.is_kept(snapshot.node.block_id)
 
     def _evict(self, candidates: Iterable[Snapshot]) -> None:
         before = len(self._nodes)
-        self._remove(min(candidates, key=self._worth))
+        snapshot = min(candidates, key=self._worth)
+        if not snapshot.is_waypoint:
+            self._floor = max(self._floor, self._worth(snapshot)[1])
+        self._remove(snapshot)
         self.counts["num_evicted_snapshots"] += 1
         self.counts["num_evicted_blocks"] += before - len(self._nodes)
 

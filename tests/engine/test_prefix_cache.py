@@ -203,6 +203,28 @@ def test_cost_outweighs_age(pool):
     assert [depth(cache, (*tokens(n), 0)) for n in (7, 8)] == [0, 64]
 
 
+def test_a_conversation_that_went_on_leaves_no_snapshots_behind(pool):
+    """Each turn begins from the one before; where it did, nobody is expected back, and others keep their places."""
+    cache = PrefixCache(pool, num_snapshots=3)
+    compute(cache, pool, tokens(1))
+    for end in range(2, 7):
+        compute(cache, pool, tokens(*range(20, 20 + end)))
+    assert depth(cache, (*tokens(1), 0)) == 64
+    assert depth(cache, (*tokens(*range(20, 26)), 0)) == 384
+    assert cache.num_snapshots == 3
+
+
+def test_a_place_from_which_several_went_on_stays(pool):
+    """The system prompt of three conversations, of which each has a deeper snapshot."""
+    cache = PrefixCache(pool, num_snapshots=4)
+    compute(cache, pool, (*tokens(1, 2), 5), stands=(128,))
+    for letter in (3, 4, 5):
+        compute(cache, pool, tokens(1, 2, letter))
+    for letter in (6, 7, 8):
+        compute(cache, pool, tokens(letter))
+    assert depth(cache, (*tokens(1, 2), 7)) == 128
+
+
 def test_age_outweighs_cost_in_the_end(pool):
     cache = PrefixCache(pool, num_snapshots=2)
     compute(cache, pool, tokens(1, 2, 3, 4, 5, 6))
