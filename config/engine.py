@@ -30,6 +30,10 @@ class EngineConfig(Section):
     kv_cache_tokens: int | None = Field(default=None, ge=BLOCK_SIZE)
     """Tokens that the KV cache holds for all requests together; `max_model_len` when not set."""
 
+    kv_codec: Literal["auto", "bf16", "int8-g64", "rk8v4", "rk4v4-e8"] = "auto"
+    """How keys and values are kept, from most to fewest bytes; `bf16` keeps them in the type of the activations. `auto`
+    is int8-g64 for bfloat16 on a GPU, else that type."""
+
     memory_bytes: ByteSize | None = Field(default=None, ge=2**20)
     """Memory that the engine may take in all, like 24GiB; what is free at its start when not set."""
 

@@ -12,6 +12,7 @@ from config import EngineConfig
 from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables
 from engine.cache.kv_cache import KVCache
+from engine.cache.kv_codecs import CODECS, KVCodec
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.capacity import choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
@@ -60,7 +61,8 @@ def load_engine(
             f"max_num_requests {config.max_num_requests}: at most {MAX_REQUESTS} decode at once on a GPU"
         )
     budget = _budget(config, device)
-    demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype), budget)
+    codec = choose_codec(config.kv_codec, device, dtype)
+    demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype, codec), budget)
     planned = plan(demand)
     _log_plan(planned, budget)
     model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn)
@@ -73,13 +75,14 @@ def load_engine(
         num_drafts=demand.num_drafts,
         max_num_requests=config.max_num_requests,
         kv_cache_tokens=demand.num_blocks * BLOCK_SIZE,
+        kv_codec=codec.name,
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
     constraints = Constraints(checkpoint_dir, model.config.vocab_size)
     vocabulary = constraints.begin_loading()
     build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
     runner = build(config, model, demand, info, constraints, device, dtype)
-    key = cache_key(checkpoint_dir, dtype, config.yarn)
+    key = cache_key(checkpoint_dir, dtype, config.yarn, codec)
     scheduler = _build_scheduler(config, demand, info, key, reuses_decoded=not (config.deterministic or is_ahead))
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
@@ -105,18 +108,27 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def cache_key(checkpoint_dir: Path, dtype: torch.dtype, is_stretched: bool = False) -> bytes:
-    """What cached content depends on beside the text: the weights' files, the type, the positions, the arithmetic."""
+def choose_codec(name: str, device: torch.device, dtype: torch.dtype) -> KVCodec:
+    """Codes are the default where they make decoding faster; fp32 on a GPU is there to be compared with a CPU."""
+    if name == "auto":
+        return CODECS["int8-g64" if device.type == "cuda" and dtype == torch.bfloat16 else "bf16"]
+    return CODECS[name]
+
+
+def cache_key(
+    checkpoint_dir: Path, dtype: torch.dtype, is_stretched: bool = False, codec: KVCodec = CODECS["bf16"]
+) -> bytes:
+    """What cached content depends on beside the text: the weights' files, the types, the positions, the arithmetic."""
     files = sorted(file for file in checkpoint_dir.iterdir() if file.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return repr((NUMERICS_VERSION, str(dtype), is_stretched, str(checkpoint_dir.resolve()), stats)).encode()
+    return repr((NUMERICS_VERSION, str(dtype), codec.name, is_stretched, str(checkpoint_dir.resolve()), stats)).encode()
 
 
-def _unsized(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype) -> Demand:
+def _unsized(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, codec: KVCodec) -> Demand:
     """What is certain of a demand before its size is chosen."""
     recipe = read_manifest(checkpoint_dir).recipe if is_artifact(checkpoint_dir) else None
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return Demand(read_config(checkpoint_dir), recipe, activation_bytes=dtype.itemsize, device=kind)
+    return Demand(read_config(checkpoint_dir), recipe, codec.name, activation_bytes=dtype.itemsize, device=kind)
 
 
 def _log_plan(planned: Plan, budget: int) -> None:
@@ -133,7 +145,7 @@ def _build_runner(
     dtype: torch.dtype,
 ) -> Runner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
-    kv = KVCache(model.config, demand.num_blocks, device, dtype)
+    kv = KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec])
     states = StateCache(model.config, slots, device)
     sampler = Sampler(vocab, slots, device, constraints)
     tables = BlockTables(slots, demand.num_blocks, device)
@@ -160,7 +172,7 @@ def _build_device_runner(
         sampling=SamplingTable.neutral(slots, device),
         counts=TokenCounts.zeros(slots, vocab, device),
         block_ids=tables.ids,
-        kv=KVCache(model.config, demand.num_blocks, device, dtype),
+        kv=KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec]),
         states=states,
     )
     decode_pass = DecodePass(model, state, info.num_drafts, max_context=demand.context + MAX_ROWS)

@@ -108,6 +108,7 @@ class TokenEvent:
 class EngineInfo:
     """What a started engine serves; the server shows it and checks requests against it.
 
+    kv_codec       how keys and values are kept
     planned_bytes  of the device, by what they are for
     """
 
@@ -119,6 +120,7 @@ class EngineInfo:
     max_num_requests: int
     kv_cache_tokens: int
     planned_bytes: Mapping[str, int] = field(default_factory=dict)
+    kv_codec: str = "bf16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class KVCodec:
 
     @property
     def is_coded(self) -> bool:
-        """Stored as words and scales (ops kv_append_coded, CodedKV) rather than as numbers (kv_append, PagedKV)."""
+        """Stored as words and scales (CodedKV) rather than as numbers (PagedKV)."""
         return self.keys != "bf16"
 
     @property

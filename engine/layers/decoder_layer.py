@@ -11,6 +11,7 @@ from engine.layers.moe import SparseMoe
 from engine.layers.norm import RMSNorm
 from engine.layers.quantized import QuantizedMlp, QuantizedMoe
 from engine.layers.rows import Rows
+from engine.ops.coded_kv import CodedKV
 from engine.ops.delta_state import DeltaState
 from engine.ops.paged_kv import PagedKV
 
@@ -27,7 +28,7 @@ class DecoderLayer:
     feed_forward_norm: RMSNorm
     feed_forward: Mlp | SparseMoe | QuantizedMlp | QuantizedMoe
 
-    def __call__(self, x: torch.Tensor, rows: Rows, memory: PagedKV | DeltaState) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: Rows, memory: PagedKV | CodedKV | DeltaState) -> torch.Tensor:
         """memory  the KV cache or the state of this layer, as its mixer needs"""
         x = self.mixer(x, self.mixer_norm, rows, memory)
         return self.feed_forward(x, self.feed_forward_norm, is_prompt=rows.commits)

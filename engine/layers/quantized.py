@@ -6,7 +6,7 @@ import torch
 
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.ops.quantize_rows import quantize_rows, quantize_silu_mul
+from engine.ops.quantize_rows import QuantizedRows, quantize_rows, quantize_silu_mul
 from engine.ops.quantized_embedding import quantized_embedding
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
 from engine.ops.quantized_grouped import quantized_grouped_experts
@@ -31,13 +31,18 @@ class QuantizedLinear:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | QuantizedRows,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
         *,
         is_prompt: bool = False,
     ) -> torch.Tensor:
-        """residual  only where there is one matrix"""
+        """x         may be rounded already, where no norm is given and y has the residual's type
+        residual  only where there is one matrix
+        """
+        if isinstance(x, QuantizedRows):
+            assert norm is None and residual is not None
+            return quantized_linear(x, self.weights[0], residual.dtype, residual)
         if is_prompt:
             return self._of_prompt(norm(x) if norm else x, residual)
         rows = quantize_rows(norm(x) if norm else x)

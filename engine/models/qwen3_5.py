@@ -13,6 +13,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, plain_rope, yarn_rope
 from engine.layers.rows import Rows
 from engine.models.config import ROTATED_DIMS, YARN_FACTOR, ModelConfig
+from engine.ops.coded_kv import CodedKV
 from engine.ops.delta_state import DeltaState
 from engine.ops.paged_kv import PagedKV
 
@@ -20,7 +21,7 @@ from engine.ops.paged_kv import PagedKV
 class KVLayers(Protocol):
     """One entry per full-attention layer of the decoder, then MTP's."""
 
-    layers: Sequence[PagedKV]
+    layers: Sequence[PagedKV | CodedKV]
 
 
 class StateLayers(Protocol):
@@ -82,7 +83,7 @@ class Qwen3_5:
         """[rows, hidden] -> [rows, vocab] fp32; -inf where no token stands behind an id."""
         return self._head(hidden)
 
-    def _memories(self, kv: KVLayers, states: StateLayers) -> Sequence[PagedKV | DeltaState]:
+    def _memories(self, kv: KVLayers, states: StateLayers) -> Sequence[PagedKV | CodedKV | DeltaState]:
         caches, memories = iter(kv.layers), iter(states.layers)
         return [next(caches if kind == "full_attention" else memories) for kind in self.config.layer_types]
 

@@ -2,19 +2,24 @@
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.ops.attention_splits import num_splits, split_count, split_start
-from engine.ops.attention_tile import attend, load_query
+from engine.ops.attention_tile import attend_narrow, load_query
 from engine.ops.coded_kv import CodedKV, decoded
-from engine.ops.hadamard import rotate_groups
+from engine.ops.hadamard import hadamard_reference, hadamard_signs
 from engine.ops.paged_attention import paged_attention_reference
 from engine.ops.paged_kv import PagedKV
+from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
+from engine.ops.quantized_dot import has_dependent_launch, is_interpreted
 
 MAX_ROWS = 8
+# splits that a program reads at a time, all in flight at once
+COMBINE_TILE, COMBINE_WARPS = 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,11 @@ class DecodeWorkspace:
     stats: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device | str):
-        splits = num_splits(max_context)
+    def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device | str) -> Self:
+        return cls.of_splits(rows, heads, head_dim, num_splits(max_context), device)
+
+    @classmethod
+    def of_splits(cls, rows: int, heads: int, head_dim: int, splits: int, device: torch.device | str) -> Self:
         partials = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=device)
         return cls(partials, torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=device))
 
@@ -39,7 +47,7 @@ class DecodeWorkspace:
 class DecodeShape:
     """How the kernel is cut; never changes what it computes.
 
-    block_m  query rows times heads of a KV head in one program: 16, or 32 for verification
+    block_m  query rows times heads of a KV head in one program: 8, or 16 or 32 for verification
     """
 
     block_m: int
@@ -64,23 +72,46 @@ def attention_decode(
 
     A row's result does not depend on the rows or requests beside it, nor on how its context came into the cache.
 
-    query         [rows, heads, head_dim] contiguous; query head h reads KV head h // (heads / kv_heads)
+    query         [rows, heads, head_dim] contiguous; query head h reads KV head h // (heads / kv_heads); through
+                  hadamard where the keys went through it
     query_starts  [requests + 1] int32  request i owns rows query_starts[i] : query_starts[i + 1]
     context_lens  [requests] int32      tokens in the cache, the rows' own included
     block_tables  [requests, blocks] int32
     bounds        at most max_rows rows per request and max_context tokens of context (all that a table holds)
     workspace     for at least as many rows and splits; allocated when not given
-    return        shape and dtype of query
+    return        shape and dtype of query, rotated back
     """
     if not query.is_cuda:
         return attention_decode_reference(query, cache, query_starts, context_lens, block_tables, scale)
-    max_context = max_context or block_tables.shape[1] * cache.keys.shape[1]
-    if workspace is None:
-        rows, heads, head_dim = query.shape
-        workspace = DecodeWorkspace.empty(rows, heads, head_dim, max_context, query.device)
     return attention_decode_triton(
-        query, cache, query_starts, context_lens, block_tables, scale, max_rows, max_context, workspace
-    )
+        query, cache, query_starts, context_lens, block_tables, scale, max_rows, max_context, workspace,
+        dependent=has_dependent_launch(query.device),
+    )  # fmt: skip
+
+
+def attention_decode_rounded(
+    query: torch.Tensor,
+    gate: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_rows: int = MAX_ROWS,
+    max_context: int | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> QuantizedRows:
+    """attention_decode times sigmoid(gate), rounded as quantize_rows rounds and by nothing before that.
+
+    gate    [rows, heads * head_dim]  its rows may lie apart
+    return  rows of heads * head_dim columns
+    """
+    if not query.is_cuda:
+        return attention_decode_rounded_reference(query, gate, cache, query_starts, context_lens, block_tables, scale)
+    return attention_decode_rounded_triton(
+        query, gate, cache, query_starts, context_lens, block_tables, scale, max_rows, max_context, workspace,
+        dependent=has_dependent_launch(query.device),
+    )  # fmt: skip
 
 
 def attention_decode_reference(
@@ -91,13 +122,41 @@ def attention_decode_reference(
     block_tables: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    return _attend_wide(query, cache, query_starts, context_lens, block_tables, scale).to(query.dtype)
+
+
+def attention_decode_rounded_reference(
+    query: torch.Tensor,
+    gate: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+) -> QuantizedRows:
+    attended = _attend_wide(query, cache, query_starts, context_lens, block_tables, scale).flatten(1)
+    return quantize_rows_reference(attended * torch.sigmoid(gate.to(attended.dtype)))
+
+
+def _attend_wide(
+    query: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """In at least fp32."""
     wide = query.to(torch.promote_types(query.dtype, torch.float32))
-    if isinstance(cache, CodedKV):
-        block_ids = block_tables.flatten().long()
-        parts = (x[block_ids] for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales))
-        cache = decoded(CodedKV(*parts, cache.is_rotated), wide.dtype)
-        block_tables = torch.arange(len(block_ids), device=block_tables.device).view_as(block_tables)
-    return paged_attention_reference(wide, cache, query_starts, context_lens, block_tables, scale).to(query.dtype)
+    if not isinstance(cache, CodedKV):
+        return paged_attention_reference(wide, cache, query_starts, context_lens, block_tables, scale)
+    block_ids = block_tables.flatten().long()
+    parts = (x[block_ids] for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales))
+    # as they are stored: the query is rotated already, and of the values the sum is rotated back
+    stored = decoded(CodedKV(*parts, is_rotated=False), wide.dtype)
+    tables = torch.arange(len(block_ids), device=block_tables.device).view_as(block_tables)
+    attended = paged_attention_reference(wide, stored, query_starts, context_lens, tables, scale)
+    return hadamard_reference(attended) if cache.is_rotated else attended
 
 
 def attention_decode_triton(
@@ -107,67 +166,123 @@ def attention_decode_triton(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
-    max_rows: int,
-    max_context: int,
-    workspace: DecodeWorkspace,
+    max_rows: int = MAX_ROWS,
+    max_context: int | None = None,
+    workspace: DecodeWorkspace | None = None,
     shape: DecodeShape | None = None,
     dependent: bool = False,
 ) -> torch.Tensor:
-    rows, heads, head_dim = query.shape
-    requests, kv_heads = len(context_lens), cache.keys.shape[2]
-    splits = workspace.partials.shape[2]
-    assert query.is_contiguous() and block_tables.stride(1) == 1
-    assert workspace.partials.shape[0] >= rows and num_splits(max_context) <= splits
-    storage = kernel_storage(cache, head_dim)
-    shape = shape or decode_shape(query.device, max_rows * heads // kv_heads, storage["VALUE_FOLD"])
-    group = heads // kv_heads
-    chunks = triton.cdiv(max_rows, shape.block_m // group)
-    per_head = triton.cdiv(shape.programs, kv_heads * chunks * requests)
+    call = DecodeCall(query, cache, query_starts, context_lens, block_tables, max_rows, dependent)
+    workspace = call.attend(scale, max_context, workspace, shape)
     output = torch.empty_like(query)
-    launch = {"launch_pdl": True} if dependent else {}
-    attention_decode_kernel[(min(per_head, num_splits(max_context)), kv_heads * chunks, requests)](
-        query,
-        *storage_tensors(cache),
-        block_tables,
-        query_starts,
-        context_lens,
-        workspace.partials,
-        workspace.stats,
-        scale * math.log2(math.e),
-        block_tables.stride(0),
-        splits,
-        GROUP=group,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        NUM_STAGES=shape.num_stages,
-        PORTABLE=is_interpreted(),
-        DEPENDENT=dependent,
-        num_warps=shape.num_warps,
-        **storage,
-        **launch,
-    )
-    attention_combine_kernel[(max_rows, heads * head_dim // 64, requests)](
-        workspace.partials,
-        workspace.stats,
-        query_starts,
-        context_lens,
-        output,
-        splits,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        FOLD=storage["VALUE_FOLD"],
-        IS_ROTATED=storage["IS_ROTATED"],
-        TILE=64,
-        DEPENDENT=dependent,
-        num_warps=4,
-        **launch,
-    )
+    call.combine(workspace, output, query, None)
     return output
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run on the CPU, where inline assembly and bf16 products do not exist."""
-    return not isinstance(attention_decode_kernel, triton.JITFunction)
+def attention_decode_rounded_triton(
+    query: torch.Tensor,
+    gate: torch.Tensor,
+    cache: PagedKV | CodedKV,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_rows: int = MAX_ROWS,
+    max_context: int | None = None,
+    workspace: DecodeWorkspace | None = None,
+    shape: DecodeShape | None = None,
+    dependent: bool = False,
+) -> QuantizedRows:
+    assert gate.stride(1) == 1
+    call = DecodeCall(query, cache, query_starts, context_lens, block_tables, max_rows, dependent)
+    workspace = call.attend(scale, max_context, workspace, shape)
+    rounded = empty_rows(len(query), query.shape[1] * query.shape[2], query.device)
+    call.combine(workspace, rounded.values, gate, rounded)
+    return rounded
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """The two launches over one set of arguments."""
+
+    query: torch.Tensor
+    cache: PagedKV | CodedKV
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    max_rows: int
+    dependent: bool
+
+    @property
+    def launch(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self.dependent else {}
+
+    def attend(
+        self, scale: float, max_context: int | None, workspace: DecodeWorkspace | None, shape: DecodeShape | None
+    ) -> DecodeWorkspace:
+        """Writes the results of the splits into the workspace that it returns."""
+        rows, heads, head_dim = self.query.shape
+        kv_heads = self.cache.keys.shape[2]
+        group = heads // kv_heads
+        most = num_splits(max_context or self.block_tables.shape[1] * self.cache.keys.shape[1])
+        workspace = workspace or DecodeWorkspace.of_splits(rows, heads, head_dim, most, self.query.device)
+        splits = workspace.partials.shape[2]
+        assert self.query.is_contiguous() and self.block_tables.stride(1) == 1
+        assert workspace.partials.shape[0] >= rows and most <= splits
+        storage = kernel_storage(self.cache, head_dim)
+        shape = shape or decode_shape(self.cache, self.max_rows * group)
+        chunks = triton.cdiv(self.max_rows, shape.block_m // group)
+        per_head = triton.cdiv(shape.programs, kv_heads * chunks * len(self.context_lens))
+        attention_decode_kernel[(min(per_head, most), kv_heads * chunks, len(self.context_lens))](
+            self.query,
+            *storage_tensors(self.cache),
+            self.block_tables,
+            self.query_starts,
+            self.context_lens,
+            workspace.partials,
+            workspace.stats,
+            scale * math.log2(math.e),
+            self.block_tables.stride(0),
+            splits,
+            GROUP=group,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            NUM_STAGES=shape.num_stages,
+            PORTABLE=is_interpreted(),
+            DEPENDENT=self.dependent,
+            num_warps=shape.num_warps,
+            **storage,
+            **self.launch,
+        )
+        return workspace
+
+    def combine(
+        self, workspace: DecodeWorkspace, output: torch.Tensor, gate: torch.Tensor, rounded: QuantizedRows | None
+    ) -> None:
+        """Writes output, or what is rounded."""
+        _, heads, head_dim = self.query.shape
+        is_coded = isinstance(self.cache, CodedKV)
+        attention_combine_kernel[(heads * head_dim // 64, self.max_rows, len(self.context_lens))](
+            workspace.partials,
+            workspace.stats,
+            self.query_starts,
+            self.context_lens,
+            output,
+            gate,
+            rounded.scales if rounded else output,
+            rounded.sums if rounded else output,
+            workspace.partials.shape[2],
+            gate.stride(0),
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            FOLD=self.cache.folds[1] if is_coded else 1,
+            IS_ROTATED=is_coded and self.cache.is_rotated,
+            IS_ROUNDED=rounded is not None,
+            TILE=COMBINE_TILE,
+            DEPENDENT=self.dependent,
+            num_warps=COMBINE_WARPS,
+            **self.launch,
+        )
 
 
 def storage_tensors(cache: PagedKV | CodedKV) -> tuple[torch.Tensor, ...]:
@@ -181,7 +296,6 @@ def kernel_storage(cache: PagedKV | CodedKV, head_dim: int) -> dict:
     """What a kernel is compiled for: the form of keys and values and where they lie."""
     is_coded = isinstance(cache, CodedKV)
     keys, values, key_scales, value_scales = storage_tensors(cache)
-    assert is_coded or keys.dtype == values.dtype == torch.bfloat16, "kernels read bf16 or coded keys and values"
     assert keys.stride(3) == values.stride(3) == 1
     key_fold, value_fold = cache.folds if is_coded else (1, 1)
     return {
@@ -198,26 +312,27 @@ def kernel_storage(cache: PagedKV | CodedKV, head_dim: int) -> dict:
     }
 
 
-def decode_shape(device: torch.device, rows_per_kv_head: int, value_fold: int) -> DecodeShape:
+def decode_shape(cache: PagedKV | CodedKV, rows_per_kv_head: int) -> DecodeShape:
     """As many programs as run at once; on a CPU (the interpreter) as few as exercise the loop over splits."""
+    device = cache.keys.device
+    block_m = max(8, min(32, triton.next_power_of_2(rows_per_kv_head)))
     if device.type != "cuda":
-        return DecodeShape(block_m=16, block_n=32, num_warps=4, num_stages=1, programs=4)
+        return DecodeShape(block_m, block_n=32, num_warps=4, num_stages=1, programs=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = (3 if value_fold == 8 else 2) * processors
-    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, value_fold, programs)
+    if cache.keys.dtype == torch.float32:
+        return DecodeShape(block_m, block_n=16, num_warps=4, num_stages=1, programs=2 * processors)
+    return decode_shape_for(torch.cuda.get_device_capability(device), block_m, isinstance(cache, CodedKV), processors)
 
 
-def decode_shape_for(capability: tuple[int, int], rows_per_kv_head: int, value_fold: int, programs: int) -> DecodeShape:
+def decode_shape_for(capability: tuple[int, int], block_m: int, is_coded: bool, processors: int) -> DecodeShape:
     """Cards with 100 KB of shared memory per multiprocessor keep fewer tokens in flight."""
     is_large = capability in ((8, 0), (9, 0), (10, 0))
-    # eight planes of 32 rows do not fit the registers
-    is_wide = rows_per_kv_head > 16 and value_fold < 8
     return DecodeShape(
-        block_m=32 if is_wide else 16,
-        block_n=64 if is_large or value_fold > 1 else 32,
-        num_warps=8 if is_wide else 4,
+        block_m=block_m,
+        block_n=64 if is_large or is_coded else 32,
+        num_warps=4,
         num_stages=3 if is_large else 2,
-        programs=programs,
+        programs=4 * processors,
     )
 
 
@@ -254,8 +369,8 @@ def attention_decode_kernel(
     PORTABLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    # nothing is launched early: programs that wait would take the places of this kernel's own
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows_per_chunk: tl.constexpr = BLOCK_M // GROUP
     heads: tl.constexpr = KV_HEADS * GROUP
@@ -269,14 +384,15 @@ def attention_decode_kernel(
     limits = tl.where(live, context - rows + row + 1, 0)
     # int64: rows * heads * splits * head_dim passes 2**31 for several requests
     item = (first_row + row).to(tl.int64) * heads + kv_head * GROUP + lane % GROUP
-    query = load_query(query_ptr + item * HEAD_DIM, live, HEAD_DIM, KEY_FOLD, IS_ROTATED, PORTABLE)
+    number: tl.constexpr = keys_ptr.dtype.element_ty if KEY_FOLD == 1 else tl.float16
+    query = load_query(query_ptr + item * HEAD_DIM, live, HEAD_DIM, KEY_FOLD, number)
     splits = split_count(tl.max(limits, axis=0))
     width: tl.constexpr = HEAD_DIM // VALUE_FOLD
     c = tl.arange(0, width)
     # the far splits are the long ones: first
     for turn in range(tl.program_id(0), splits, tl.num_programs(0)):
         split = splits - 1 - turn
-        acc, highest, total = attend(
+        acc, highest, total = attend_narrow(
             query, limits, split_start(split), tl.minimum(split_start(split + 1), context), context, scale, kv_head,
             tables_ptr + request.to(tl.int64) * tables_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
             BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_FOLD, VALUE_FOLD, KEY_STRIDES, VALUE_STRIDES,
@@ -284,24 +400,29 @@ def attention_decode_kernel(
         )  # fmt: skip
         place = item * max_splits + split
         for j in tl.static_range(VALUE_FOLD):
-            target = partials_ptr + (place * HEAD_DIM)[:, None] + (j * width + c)[None, :]
-            tl.store(target, acc[j], mask=live[:, None])
+            target = partials_ptr + (place * HEAD_DIM)[None, :] + (j * width + c)[:, None]
+            tl.store(target, acc[j], mask=live[None, :])
         tl.store(stats_ptr + 2 * place, highest, mask=live)
         tl.store(stats_ptr + 2 * place + 1, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits", "gate_stride"])
 def attention_combine_kernel(
     partials_ptr,
     stats_ptr,
     starts_ptr,
     lens_ptr,
     output_ptr,
+    gate_ptr,
+    scales_ptr,
+    sums_ptr,
     max_splits,
+    gate_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FOLD: tl.constexpr,
     IS_ROTATED: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -310,10 +431,10 @@ def attention_combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     groups: tl.constexpr = HEAD_DIM // 64
-    request, head, group = tl.program_id(2), tl.program_id(1) // groups, tl.program_id(1) % groups
+    request, head, group = tl.program_id(2), tl.program_id(0) // groups, tl.program_id(0) % groups
     first_row = tl.load(starts_ptr + request)
     rows = tl.load(starts_ptr + request + 1) - first_row
-    row = tl.program_id(0)
+    row = tl.program_id(1)
     if row < rows:
         splits = split_count(tl.load(lens_ptr + request) - rows + row + 1)
         item = (first_row + row).to(tl.int64) * HEADS + head
@@ -321,11 +442,13 @@ def attention_combine_kernel(
         tops = tl.full([TILE], float("-inf"), tl.float32)
         for start in range(0, splits, TILE):
             place = item * max_splits + start + tile
-            tops = tl.maximum(tops, tl.load(stats_ptr + 2 * place, mask=start + tile < splits, other=float("-inf")))
+            stats = tl.load(stats_ptr + 2 * place, mask=start + tile < splits, other=float("-inf"))
+            tops = tl.maximum(tops, stats)
         top = tl.max(tops, axis=0)
-        dim = tl.arange(0, 64)
-        # dimension FOLD * c + j of the head stands at j * width + c
-        position = (dim % FOLD) * (HEAD_DIM // FOLD) + group * (64 // FOLD) + dim // FOLD
+        lane = tl.arange(0, 64)
+        # dimension FOLD * c + j of the head stands at j * width + c: runs of 64 / FOLD numbers belong to the group
+        run: tl.constexpr = 64 // FOLD
+        position = lane // run * (HEAD_DIM // FOLD) + group * run + lane % run
         output = tl.zeros([64], tl.float32)
         total = 0.0
         for start in range(0, splits, TILE):
@@ -336,7 +459,21 @@ def attention_combine_kernel(
             source = partials_ptr + (place * HEAD_DIM)[:, None] + position[None, :]
             output += tl.sum(weights[:, None] * tl.load(source, mask=held[:, None], other=0.0), axis=0)
         output = output / total
-        if IS_ROTATED:
-            output = tl.reshape(rotate_groups(tl.reshape(output, [1, 8, 8])), [64])
-        target = output_ptr + item * HEAD_DIM + group * 64 + dim
-        tl.store(target, output.to(output_ptr.dtype.element_ty))
+        dim = tl.arange(0, 64)
+        if FOLD > 1:
+            stored = lane % run * FOLD + lane // run
+            if IS_ROTATED:
+                mix = 0.125 * hadamard_signs(dim[:, None], stored[None, :])
+            else:
+                mix = (dim[:, None] == stored[None, :]).to(tl.float32)
+            output = tl.sum(mix * output[None, :], axis=1)
+        if IS_ROUNDED:
+            column = head * HEAD_DIM + group * 64 + dim
+            gate = tl.load(gate_ptr + (first_row + row).to(tl.int64) * gate_stride + column).to(tl.float32)
+            gated = tl.reshape(output * tl.sigmoid(gate), [1, 64])
+            store_rounded(
+                gated, output_ptr, scales_ptr, sums_ptr, first_row + row, head * groups + group, HEADS * groups, BLOCK=1
+            )
+        else:
+            target = output_ptr + item * HEAD_DIM + group * 64 + dim
+            tl.store(target, output.to(output_ptr.dtype.element_ty))

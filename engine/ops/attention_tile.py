@@ -11,28 +11,11 @@ the thread that loaded it and every plane goes to the tensor cores as it is.
 import triton
 import triton.language as tl
 
-from engine.ops.hadamard import rotate_planes
 from engine.ops.kv_codec_e8 import e8_planes
 from engine.ops.kv_codec_int8 import int8_planes
 
-
-@triton.jit
-def load_query(
-    row_ptrs, live, HEAD_DIM: tl.constexpr, FOLD: tl.constexpr, IS_ROTATED: tl.constexpr, PORTABLE: tl.constexpr
-):
-    """FOLD planes [rows, HEAD_DIM / FOLD] of the query, rotated where the keys are, in the type of the products."""
-    width: tl.constexpr = HEAD_DIM // FOLD
-    c = FOLD * tl.arange(0, width)
-    planes = ()
-    for j in tl.static_range(FOLD):
-        plane = tl.load(row_ptrs[:, None] + (c + j)[None, :], mask=live[:, None], other=0.0)
-        planes = planes + (plane.to(tl.float32),)
-    if IS_ROTATED:
-        planes = rotate_planes(planes, width, FOLD, 1, PORTABLE)
-    narrow = ()
-    for j in tl.static_range(FOLD):
-        narrow = narrow + (planes[j].to(tl.bfloat16 if FOLD == 1 else tl.float16),)
-    return narrow
+# below every log2 weight and finite, so that a row that sees nothing yet has weights exp2(-inf) = 0 and not NaN
+LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
@@ -66,39 +49,34 @@ def load_planes(
 
 @triton.jit
 def multiply(a, b, acc, PORTABLE: tl.constexpr):
-    # the interpreter multiplies bf16 wrongly
+    # the interpreter multiplies bf16 wrongly, and the bits of a row depend on where it stands in a product
     if PORTABLE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
     else:
-        return tl.dot(a, b, acc)
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def attend(
-    query, limits, first, last, context, scale, kv_head, table_ptr,
-    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+def attend_wide(
+    query, acc, highest, total, limits, first, last, context, scale, kv_head, table_ptr, keys_ptr, values_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_FOLD: tl.constexpr, VALUE_FOLD: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
-    KEY_SCALE_STRIDES: tl.constexpr, VALUE_SCALE_STRIDES: tl.constexpr,
-    NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the positions first : last; row i sees those below limits[i].
+    """Online softmax of many rows over the positions first : last of plain numbers, continued.
 
-    A tile of which a row sees nothing leaves that row's results as they were, bit for bit: the weights are zero and
-    the maximum stays. The sum of the weights is a product with ones, so that its order is that of the tensor cores.
+    Row i sees positions below limits[i]. A tile of which a row sees nothing leaves that row's results as they were, bit
+    for bit: the weights are zero and the maximum stays.
 
-    return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum of the log2 weights and their sum, [BLOCK_M]
+    query                [BLOCK_M, HEAD_DIM]
+    acc, highest, total  [BLOCK_M, HEAD_DIM], the maximum of the log2 weights and their sum, [BLOCK_M]; 0, LOWEST and 0
+                         before anything is seen
+    return               the same with these positions
     """
-    value_width: tl.constexpr = HEAD_DIM // VALUE_FOLD
-    acc = ()
-    for _ in tl.static_range(VALUE_FOLD):
-        acc = acc + (tl.zeros([BLOCK_M, value_width], tl.float32),)
-    total = tl.zeros([BLOCK_M, 16], tl.float32)
-    # finite, so that a row that sees nothing yet has weights exp2(-inf) = 0 and not NaN
-    highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
     token = tl.arange(0, BLOCK_N)
-    weight_type: tl.constexpr = tl.bfloat16 if VALUE_FOLD == 1 else tl.float16
-    ones = tl.full([BLOCK_N, 16], 1.0, weight_type)
+    number: tl.constexpr = values_ptr.dtype.element_ty
+    # a product with ones, so that the order of the sum is that of the tensor cores
+    ones = tl.full([BLOCK_N, 16], 1.0, number)
+    total = tl.broadcast_to(total[:, None], [BLOCK_M, 16])
     # one tile ahead: a table entry read where it is used would take a stage of the pipeline from the tiles
     following = tl.load(table_ptr + first // BLOCK_SIZE)
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
@@ -108,29 +86,83 @@ def attend(
         # positions within the block at which the context ends
         end = context - start + start % BLOCK_SIZE
         key_base = keys_ptr + block * KEY_STRIDES[0] + kv_head * KEY_STRIDES[2]
-        key_scale_base = key_scales_ptr + block * KEY_SCALE_STRIDES[0] + kv_head * KEY_SCALE_STRIDES[2]
-        keys = load_planes(
-            key_base, key_scale_base, offsets, end, HEAD_DIM, KEY_FOLD, KEY_STRIDES, KEY_SCALE_STRIDES, PORTABLE
-        )
-        value_base = values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2]
-        value_scale_base = value_scales_ptr + block * VALUE_SCALE_STRIDES[0] + kv_head * VALUE_SCALE_STRIDES[2]
-        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for j in tl.static_range(KEY_FOLD):
-            scores = multiply(query[j], tl.trans(keys[j]), scores, PORTABLE)
-        seen = (start + token)[None, :] < limits[:, None]
-        scores = tl.where(seen, scores * scale, float("-inf"))
+        keys = load_planes(key_base, key_base, offsets, end, HEAD_DIM, 1, KEY_STRIDES, KEY_STRIDES, PORTABLE)
+        scores = multiply(query, tl.trans(keys[0]), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PORTABLE)
+        scores = tl.where((start + token)[None, :] < limits[:, None], scores * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None]).to(weight_type)
+        weights = tl.exp2(scores - higher[:, None]).to(number)
         shrink = tl.exp2(highest - higher)
         highest = higher
         total = multiply(weights, ones, total * shrink[:, None], PORTABLE)
+        value_base = values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2]
+        values = load_planes(value_base, value_base, offsets, end, HEAD_DIM, 1, VALUE_STRIDES, VALUE_STRIDES, PORTABLE)
+        acc = multiply(weights, values[0], acc * shrink[:, None], PORTABLE)
+    # all columns are the same sum
+    return acc, highest, tl.max(total, axis=1)
+
+
+@triton.jit
+def load_query(row_ptrs, live, HEAD_DIM: tl.constexpr, FOLD: tl.constexpr, TYPE: tl.constexpr):
+    """FOLD planes [HEAD_DIM / FOLD, rows] of the query, in the type of the products."""
+    c = FOLD * tl.arange(0, HEAD_DIM // FOLD)
+    planes = ()
+    for j in tl.static_range(FOLD):
+        plane = tl.load(row_ptrs[None, :] + (c + j)[:, None], mask=live[None, :], other=0.0)
+        planes = planes + (plane.to(TYPE),)
+    return planes
+
+
+@triton.jit
+def attend_narrow(
+    query, limits, first, last, context, scale, kv_head, table_ptr,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_FOLD: tl.constexpr, VALUE_FOLD: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    KEY_SCALE_STRIDES: tl.constexpr, VALUE_SCALE_STRIDES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """The same of few rows over any storage: tokens and dimensions are the tall side of the products, rows the short.
+
+    query   KEY_FOLD planes [HEAD_DIM / KEY_FOLD, BLOCK_M]
+    return  VALUE_FOLD planes [HEAD_DIM / VALUE_FOLD, BLOCK_M], the maximum of the log2 weights and their sum, [BLOCK_M]
+    """
+    acc = ()
+    for _ in tl.static_range(VALUE_FOLD):
+        acc = acc + (tl.zeros([HEAD_DIM // VALUE_FOLD, BLOCK_M], tl.float32),)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([16, BLOCK_M], tl.float32)
+    token = tl.arange(0, BLOCK_N)
+    number: tl.constexpr = values_ptr.dtype.element_ty if VALUE_FOLD == 1 else tl.float16
+    ones = tl.full([16, BLOCK_N], 1.0, number)
+    following = tl.load(table_ptr + first // BLOCK_SIZE)
+    for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
+        block = following.to(tl.int64)
+        following = tl.load(table_ptr + tl.minimum(start + BLOCK_N, last - 1) // BLOCK_SIZE)
+        offsets = start % BLOCK_SIZE + token
+        end = context - start + start % BLOCK_SIZE
+        keys = load_planes(
+            keys_ptr + block * KEY_STRIDES[0] + kv_head * KEY_STRIDES[2],
+            key_scales_ptr + block * KEY_SCALE_STRIDES[0] + kv_head * KEY_SCALE_STRIDES[2],
+            offsets, end, HEAD_DIM, KEY_FOLD, KEY_STRIDES, KEY_SCALE_STRIDES, PORTABLE,
+        )  # fmt: skip
+        # sums of their own, so that no product waits for another
+        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        scores = multiply(keys[0], query[0], nothing, PORTABLE)
+        for j in tl.static_range(1, KEY_FOLD):
+            scores += multiply(keys[j], query[j], nothing, PORTABLE)
+        scores = tl.where((start + token)[:, None] < limits[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=0))
+        weights = tl.exp2(scores - higher[None, :]).to(number)
+        shrink = tl.exp2(highest - higher)
+        highest = higher
+        total = multiply(ones, weights, total * shrink[None, :], PORTABLE)
         values = load_planes(
-            value_base, value_scale_base, offsets, end, HEAD_DIM, VALUE_FOLD,
-            VALUE_STRIDES, VALUE_SCALE_STRIDES, PORTABLE,
+            values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2],
+            value_scales_ptr + block * VALUE_SCALE_STRIDES[0] + kv_head * VALUE_SCALE_STRIDES[2],
+            offsets, end, HEAD_DIM, VALUE_FOLD, VALUE_STRIDES, VALUE_SCALE_STRIDES, PORTABLE,
         )  # fmt: skip
         grown = ()
         for j in tl.static_range(VALUE_FOLD):
-            grown = grown + (multiply(weights, values[j], acc[j] * shrink[:, None], PORTABLE),)
+            grown = grown + (multiply(tl.trans(values[j]), weights, acc[j] * shrink[None, :], PORTABLE),)
         acc = grown
-    # all columns are the same sum
-    return acc, highest, tl.max(total, axis=1)
+    return acc, highest, tl.max(total, axis=0)

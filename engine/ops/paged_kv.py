@@ -14,3 +14,7 @@ class PagedKV:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes

@@ -72,7 +72,7 @@ def quantize_silu_mul_triton(x: torch.Tensor) -> QuantizedRows:
 
 def _launch_rows(x: torch.Tensor, other: torch.Tensor, columns: int, *, is_swiglu: bool) -> QuantizedRows:
     assert x.stride(1) == 1 and other.stride(1) == 1
-    rows = _empty_rows(len(x), columns, x.device)
+    rows = empty_rows(len(x), columns, x.device)
     groups = columns // GROUP
     block = min(8, triton.next_power_of_2(groups))
     quantize_rows_kernel[(len(x), triton.cdiv(groups, block))](
@@ -82,7 +82,7 @@ def _launch_rows(x: torch.Tensor, other: torch.Tensor, columns: int, *, is_swigl
     return rows
 
 
-def _empty_rows(rows: int, columns: int, device: torch.device) -> QuantizedRows:
+def empty_rows(rows: int, columns: int, device: torch.device) -> QuantizedRows:
     assert columns % GROUP == 0
     groups = columns // GROUP
     return QuantizedRows(

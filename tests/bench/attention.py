@@ -30,11 +30,12 @@ from engine.ops.attention_decode import (  # noqa: E402
     DecodeShape,
     DecodeWorkspace,
     attention_decode_reference,
+    attention_decode_rounded_triton,
     attention_decode_triton,
 )
 from engine.ops.attention_prefill import attention_prefill_triton  # noqa: E402
-from engine.ops.coded_kv import CodedKV, decoded  # noqa: E402
-from engine.ops.kv_append_coded import kv_append_coded_reference, kv_append_coded_triton  # noqa: E402
+from engine.ops.coded_kv import CodedKV  # noqa: E402
+from engine.ops.kv_append_projected import kv_append_projected_reference, kv_append_projected_triton  # noqa: E402
 from engine.ops.paged_kv import PagedKV  # noqa: E402
 
 # KV heads, query heads
@@ -67,6 +68,11 @@ def integers(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+def query_for(codec, rows, heads):
+    """As attention takes it: of random numbers a rotation makes random numbers."""
+    return torch.randn(rows, heads, HEAD_DIM, device=DEVICE).to(torch.float16 if codec.is_coded else torch.bfloat16)
+
+
 def decode(query, cache, tables, context, workspace, **options):
     """Rows of one request."""
     rows = len(query)
@@ -87,7 +93,7 @@ def check_decode(codec, kv_heads, heads):
         num_blocks = -(-context // BLOCK)
         cache = storage(codec, num_blocks, kv_heads)
         tables = torch.randperm(num_blocks, device=DEVICE).int().view(1, -1)
-        query = torch.randn(8, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        query = query_for(codec, 8, heads)
         oracle = attention_decode_reference(query.double(), cache, integers(0, 8), integers(context), tables, SCALE)
         workspace = DecodeWorkspace.empty(8, heads, HEAD_DIM, context, DEVICE)
         for tensor in (workspace.partials, workspace.stats):
@@ -108,31 +114,40 @@ def check_prefill(codec, kv_heads, heads):
     context, rows = 3000, 700
     cache = storage(codec, -(-context // BLOCK), kv_heads)
     tables = torch.randperm(-(-context // BLOCK), device=DEVICE).int().view(1, -1)
-    query = torch.randn(rows, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+    query = query_for(codec, rows, heads)
 
-    def run(first, last):
+    def run(first, last, **options):
         part = query[first:last].contiguous()
         lens = integers(context - rows + last)
-        return attention_prefill_triton(part, cache, integers(0, len(part)), lens, tables, SCALE, len(part))
+        return attention_prefill_triton(
+            part, cache, integers(0, len(part)), lens, tables, SCALE, (len(part),), context, **options
+        )
 
     whole = run(0, rows)
     oracle = attention_decode_reference(query.double(), cache, integers(0, rows), integers(context), tables, SCALE)
-    cut = torch.cat([run(0, 333), run(333, rows)])
-    return {**errors(whole, oracle), "same_bits": {"cut at 333": torch.equal(whole, cut)}}
+    same = {
+        "cut at 333": torch.equal(whole, torch.cat([run(0, 333), run(333, rows)])),
+        "segments of 1024": torch.equal(whole, run(0, rows, segment=1024)),
+    }
+    return {**errors(whole, oracle), "same_bits": same}
 
 
-def check_append(codec, kv_heads, _heads):
-    if not codec.is_coded:
-        return "plain"
-    keys, values = torch.randn(2, 640, kv_heads, HEAD_DIM, device=DEVICE).bfloat16()
-    slots = torch.randperm(640, device=DEVICE)
+def projection(rows, kv_heads, heads):
+    """What an attention layer's product gives, norm weights, and angles."""
+    projected = torch.randn(rows, (2 * heads + 2 * kv_heads) * HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+    weight = 1 + torch.rand(heads + kv_heads, HEAD_DIM, device=DEVICE)
+    angles = 6 * torch.rand(rows, 32, device=DEVICE)
+    return projected, weight, 1e-6, angles.cos(), angles.sin()
+
+
+def check_append(codec, kv_heads, heads):
+    arguments, slots = projection(640, kv_heads, heads), torch.randperm(640, device=DEVICE)
     caches = [storage(codec, 10, kv_heads) for _ in range(2)]
-    kv_append_coded_reference(keys, values, caches[0], slots)
-    kv_append_coded_triton(keys, values, caches[1], slots)
-    names = ("keys", "values", "key_scales", "value_scales")
+    expected = kv_append_projected_reference(*arguments, caches[0], slots)
+    actual = kv_append_projected_triton(*arguments, caches[1], slots)
+    names = ("keys", "values", "key_scales", "value_scales") if codec.is_coded else ("keys", "values")
     different = {n: (getattr(caches[0], n) != getattr(caches[1], n)).float().mean().item() for n in names}
-    stored = decoded(caches[1], torch.float64).keys.flatten(0, 1)[slots]
-    return {"different": different, **errors(stored, keys.double())}
+    return {"different": different, "query": errors(actual, expected.double())}
 
 
 CHECKS = {"decode": check_decode, "prefill": check_prefill, "append": check_append}
@@ -208,7 +223,7 @@ def time_decode(codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONT
         cache = storage(codec, per_copy * copies, kv_heads)
         tables = torch.randperm(per_copy * copies, device=DEVICE).int().view(copies, 1, per_copy)
         for rows in rows_list:
-            query = torch.randn(rows, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+            query = query_for(codec, rows, heads)
             workspace = DecodeWorkspace.empty(rows, heads, HEAD_DIM, context, DEVICE)
             starts, lens = integers(0, rows), integers(context)
 
@@ -226,16 +241,44 @@ def time_decode(codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONT
     return found
 
 
-def time_prefill(codec, kv_heads, heads, rows=2048):
+def time_layer(codec, kv_heads, heads):
+    """What stands between the two products of a decode pass: append, attention, gate and rounding, one row."""
+    found = []
+    for context in CONTEXTS:
+        per_copy, copy_bytes = context // BLOCK, context * codec.bytes_per_token(kv_heads, HEAD_DIM)
+        copies = max(2, min(64, -(-DISTINCT_BYTES // copy_bytes)))
+        cache = storage(codec, per_copy * copies, kv_heads)
+        tables = torch.randperm(per_copy * copies, device=DEVICE).int().view(copies, 1, per_copy)
+        arguments = projection(1, kv_heads, heads)
+        gate = arguments[0][:, -heads * HEAD_DIM :]
+        workspace = DecodeWorkspace.empty(1, heads, HEAD_DIM, context, DEVICE)
+        starts, lens = integers(0, 1), integers(context)
+        slots = [table[0, -1:].long() * BLOCK + BLOCK - 1 for table in tables]
+
+        def run(arguments=arguments, gate=gate, cache=cache, tables=tables, slots=slots, context=context,
+                starts=starts, lens=lens, workspace=workspace):  # fmt: skip
+            for table, slot in zip(tables, slots, strict=True):
+                query = kv_append_projected_triton(*arguments, cache, slot, dependent=True)
+                attention_decode_rounded_triton(
+                    query, gate, cache, starts, lens, table, SCALE, 1, context, workspace, dependent=True
+                )
+
+        us = milliseconds(run) / copies * 1e3
+        found.append({"context": context, "us": round(us, 2), "tb_per_s": round(copy_bytes / us / 1e6, 2)})
+        del cache
+    return found
+
+
+def time_prefill(codec, kv_heads, heads, rows=2048, **options):
     found = []
     for context in CONTEXTS:
         cache = storage(codec, context // BLOCK, kv_heads)
         tables = torch.randperm(context // BLOCK, device=DEVICE).int().view(1, -1)
-        query = torch.randn(rows, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        query = query_for(codec, rows, heads)
         starts, lens = integers(0, rows), integers(context)
 
-        def run(query=query, cache=cache, tables=tables, starts=starts, lens=lens):
-            attention_prefill_triton(query, cache, starts, lens, tables, SCALE, rows)
+        def run(query=query, cache=cache, tables=tables, starts=starts, lens=lens, context=context):
+            attention_prefill_triton(query, cache, starts, lens, tables, SCALE, (rows,), context, **options)
 
         ms = milliseconds(run, replays=3)
         products = 4 * rows * heads * HEAD_DIM * (context - rows / 2)
@@ -243,17 +286,14 @@ def time_prefill(codec, kv_heads, heads, rows=2048):
     return found
 
 
-def time_append(codec, kv_heads, _heads):
-    if not codec.is_coded:
-        return "plain"
+def time_append(codec, kv_heads, heads):
     cache, found = storage(codec, 64, kv_heads), []
     for rows in (1, 8, 2048):
-        keys, values = torch.randn(2, rows, kv_heads, HEAD_DIM, device=DEVICE).bfloat16()
-        slots = torch.randperm(4096, device=DEVICE)[:rows]
+        arguments, slots = projection(rows, kv_heads, heads), torch.randperm(4096, device=DEVICE)[:rows]
 
-        def run(keys=keys, values=values, slots=slots):
+        def run(arguments=arguments, slots=slots):
             for _ in range(10):
-                kv_append_coded_triton(keys, values, cache, slots)
+                kv_append_projected_triton(*arguments, cache, slots)
 
         found.append({"rows": rows, "us": round(milliseconds(run) * 100, 2)})
     return found
@@ -265,15 +305,11 @@ def time_all(copy_rate):
         for name, codec in CODECS.items():
             results[f"{model} {name}"] = {
                 "decode": guarded(time_decode, codec, *heads, copy_rate),
-                "decode_dependent": guarded(dependent_decode, codec, *heads, copy_rate),
+                "layer": guarded(time_layer, codec, *heads),
                 "prefill": guarded(time_prefill, codec, *heads),
                 "append": guarded(time_append, codec, *heads),
             }
     return results
-
-
-def dependent_decode(codec, kv_heads, heads, copy_rate):
-    return time_decode(codec, kv_heads, heads, copy_rate, rows_list=(1,), dependent=True)
 
 
 def sweep(copy_rate):

@@ -5,6 +5,7 @@ import torch
 from config.engine import BLOCK_SIZE
 from engine.batch import ForwardBatch
 from engine.cache.kv_cache import KVCache
+from engine.cache.kv_codecs import CODECS
 from engine.cache.state_cache import StateCache
 
 CPU = torch.device("cpu")
@@ -13,12 +14,12 @@ CPU = torch.device("cpu")
 class Runner:
     """Several requests, each with its own state slot and blocks that lie scattered in the cache."""
 
-    def __init__(self, model, num_requests=1, max_tokens=512):
+    def __init__(self, model, num_requests=1, max_tokens=512, codec=CODECS["bf16"]):
         self.model = model
         blocks = -(-max_tokens // BLOCK_SIZE)
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(5))
         self.tables = order.view(num_requests, blocks).int()
-        self.kv = KVCache(model.config, num_requests * blocks, CPU, torch.float32)
+        self.kv = KVCache(model.config, num_requests * blocks, CPU, torch.float32, codec)
         self.states = StateCache(model.config, num_requests + 1, CPU)
 
     def batch(self, rows, starts, commits, accepted=None):

@@ -1,19 +1,26 @@
-"""attention_decode and attention_prefill over every codec, and the append that fills the coded ones."""
+"""attention_decode and attention_prefill over every codec."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from engine.ops.attention_decode import DecodeWorkspace, attention_decode_reference, attention_decode_triton
+from engine.ops.attention_decode import (
+    DecodeWorkspace,
+    attention_decode_reference,
+    attention_decode_rounded_reference,
+    attention_decode_rounded_triton,
+    attention_decode_triton,
+)
 from engine.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
 from engine.ops.attention_splits import num_splits, split_count, split_start, split_starts
-from engine.ops.coded_kv import CodedKV, decoded
-from engine.ops.kv_append_coded import kv_append_coded, kv_append_coded_reference, kv_append_coded_triton
+from engine.ops.coded_kv import CodedKV
+from engine.ops.hadamard import hadamard_reference
 from engine.ops.paged_kv import PagedKV
+from engine.ops.quantize_rows import quantize_rows_reference
 from tests.ops.conftest import assert_matches, starts_of
 from tests.ops.kernels import IS_INTERPRETED, both, needs_kernels
-from tests.ops.kv_examples import BLOCK, CODED_NAMES, HEAD_DIM, NAMES, empty_cache, filled_cache, oracle
+from tests.ops.kv_examples import BLOCK, HEAD_DIM, NAMES, filled_cache, oracle
 
 SCALE = 1 / 16
 HEADS = 3
@@ -23,16 +30,18 @@ CODEC = pytest.mark.parametrize("name", NAMES)
 def decode_kernel(query, cache, starts, lens, tables, scale):
     max_rows, max_context = int(starts.diff().max()), tables.shape[1] * BLOCK
     workspace = DecodeWorkspace.empty(*query.shape, max_context, query.device)
-    y = attention_decode_triton(wide(query), cache, starts, lens, tables, scale, max_rows, max_context, workspace)
-    return y.to(query.dtype)
+    return attention_decode_triton(query, cache, starts, lens, tables, scale, max_rows, max_context, workspace)
 
 
 def prefill_kernel(query, cache, starts, lens, tables, scale):
-    rows = int(starts.diff().max())
-    return attention_prefill_triton(wide(query), cache, starts, lens, tables, scale, rows).to(query.dtype)
+    return attention_prefill_triton(query, cache, starts, lens, tables, scale, segment=BLOCK)
 
 
-def wide(query):
+def ready(query, cache):
+    """The query as attention over this cache takes it."""
+    if isinstance(cache, CodedKV):
+        rotated = hadamard_reference(query.float()) if cache.is_rotated else query
+        return rotated.half()
     # the interpreter truncates results to bf16 where a GPU rounds
     return query.float() if IS_INTERPRETED else query
 
@@ -40,7 +49,8 @@ def wide(query):
 def attend(implementation, query, cache, num_rows, context_lens, tables):
     device = query.device
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    return implementation(query, cache, starts_of(num_rows, device), lens, tables, SCALE)
+    y = implementation(ready(query, cache), cache, starts_of(num_rows, device), lens, tables, SCALE)
+    return y.to(query.dtype)
 
 
 def query_of(rows, device):
@@ -120,49 +130,52 @@ def test_a_row_does_not_depend_on_where_the_prompt_was_cut(name, device):
     assert torch.equal(torch.cat([head, tail]), whole)
 
 
-@pytest.mark.parametrize("implementation", both(kv_append_coded_reference, kv_append_coded_triton))
-@pytest.mark.parametrize("name", CODED_NAMES)
-def test_append_writes_its_slots_and_no_other(implementation, name, device):
-    cache = empty_cache(name, 2, 2, device)
-    before = CodedKV(*(x.clone() for x in tensors(cache)), cache.is_rotated)
-    keys, values = torch.randn(2, 3, 2, HEAD_DIM, device=device).bfloat16()
-    slots = torch.tensor([70, -1, 5], device=device)
-    implementation(keys, values, cache, slots)
-    for new, old in zip(tensors(cache), tensors(before), strict=True):
-        flat_new, flat_old = new.reshape(128, -1).clone(), old.reshape(128, -1).clone()
-        flat_new[[70, 5]] = flat_old[[70, 5]] = 0
-        assert torch.equal(flat_new.nan_to_num(7.0), flat_old.nan_to_num(7.0))
-    plain = decoded(cache, torch.float64)
-    limit = {"int8-g64": (6e-5, 6e-5), "rk8v4": (6e-5, 1e-2), "rk4v4-e8": (1e-2, 1e-2)}[name]
-    for stored, rows, bound in ((plain.keys, keys, limit[0]), (plain.values, values, limit[1])):
-        kept, exact = stored.reshape(128, 2, HEAD_DIM)[[70, 5]], rows[[0, 2]].double()
-        assert (kept - exact).square().sum() < bound * exact.square().sum()
+def rounded_kernel(query, gate, cache, starts, lens, tables, scale):
+    return attention_decode_rounded_triton(query, gate, cache, starts, lens, tables, scale, int(starts.diff().max()))
+
+
+@pytest.mark.parametrize("implementation", both(attention_decode_rounded_reference, rounded_kernel))
+@CODEC
+def test_rounded_decode_gates_and_rounds(implementation, name, device):
+    num_rows, context_lens = [2, 1], [131, 5]
+    cache, tables = filled_cache(name, context_lens, 1, device)
+    query = query_of(3, device)
+    # the gate is a part of wider rows
+    gate = torch.randn(3, HEADS * HEAD_DIM + 64, device=device).bfloat16()[:, 64:]
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    actual = implementation(ready(query, cache), gate, cache, starts_of(num_rows, device), lens, tables, SCALE)
+    exact = oracle(query, cache, num_rows, context_lens, tables, SCALE).flatten(1) * torch.sigmoid(gate.double())
+    wanted = quantize_rows_reference(exact)
+    assert torch.equal(actual.sums, actual.values.unflatten(1, (-1, 64)).sum(-1, dtype=torch.int32))
+    assert (actual.values.int() - wanted.values.int()).abs().max() <= 1
+    assert_matches(actual.scales.bfloat16(), wanted.scales)
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", CODED_NAMES)
-def test_append_codes_as_the_reference(name, device):
-    expected, actual = empty_cache(name, 1, 1, device), empty_cache(name, 1, 1, device)
-    keys, values = torch.randn(2, 8, 1, HEAD_DIM, device=device).bfloat16()
-    slots = torch.arange(8, device=device)
-    kv_append_coded_reference(keys, values, expected, slots)
-    kv_append_coded_triton(keys, values, actual, slots)
-    for a, b in zip(tensors(actual), tensors(expected), strict=True):
-        # a sum in another order may tip a value that lies between two codes
-        assert (a[0, :8] != b[0, :8]).float().mean() < 0.01
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_is_the_same_in_one_segment_and_in_many(name, device):
+    cache, tables = filled_cache(name, [150], 1, device)
+    query = query_of(20, device)
+
+    def in_segments(tokens):
+        def run(query, cache, starts, lens, tables, scale):
+            return attention_prefill_triton(query, cache, starts, lens, tables, scale, segment=tokens)
+
+        return attend(run, query, cache, [20], [150], tables)
+
+    assert torch.equal(in_segments(BLOCK), in_segments(4 * BLOCK))
 
 
-def tensors(cache):
-    return cache.keys, cache.values, cache.key_scales, cache.value_scales
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_append_names_what_is_not_finite(poison, device):
-    cache = empty_cache("rk4v4-e8", 1, 2, device)
-    keys, values = torch.randn(2, 4, 2, HEAD_DIM, device=device)
-    values[2, 1, 200] = poison
-    with pytest.raises(FloatingPointError, match="values of row 2, KV head 1"):
-        kv_append_coded(keys, values, cache, torch.arange(4, device=device), checks_finite=True)
+@needs_kernels
+def test_decode_of_plain_fp32_numbers(device):
+    cache, tables = filled_cache("bf16", [130], 1, device)
+    wide = PagedKV(cache.keys.float(), cache.values.float())
+    query = torch.randn(2, HEADS, HEAD_DIM, device=device)
+    starts, lens = starts_of([2], device), torch.tensor([130], dtype=torch.int32, device=device)
+    assert_matches(
+        attention_decode_triton(query, wide, starts, lens, tables, SCALE, 2),
+        oracle(query, wide, [2], [130], tables, SCALE),
+    )
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 16384, 16385, 65535, 65537, 262144])
