@@ -113,8 +113,8 @@ def gated_delta_fold_kernel(
         else:
             channel = (part - VALUE_HEADS) * BLOCK + tl.arange(0, BLOCK)
             mask = channel < channels
-            at = inputs_ptr + slot * (3 + PENDING) * channels + channel
-            move_inputs(at, count, channels, mask)
+            first = inputs_ptr + slot * (3 + PENDING) * channels + channel
+            move_inputs(first, count, channels, mask)
 
 
 @triton.jit
