@@ -3,6 +3,7 @@
 import tomllib
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
@@ -83,6 +84,8 @@ class RouterConfig(Section):
     """The engine's server; used when `upstreams` is empty, and beside `upstreams_file` only where it is set."""
 
     long_key: SecretStr | None = None
+    """Bearer key for `long_url`, also where one of `upstreams` without a key of its own stands there."""
+
     vllm_url: str | None = None
     """An external vLLM for the short lane; without one the short lane falls back to the long lane's engine."""
 
@@ -208,13 +211,26 @@ class RouterConfig(Section):
     def resolved_upstreams(self) -> tuple[Upstream, ...]:
         """`upstreams`, else the pair that `long_url` and `vllm_url` stand for; a file needs no `long_url` beside it."""
         if self.upstreams:
-            return self.upstreams
+            return tuple(map(self.with_key, self.upstreams))
         pair = []
         if self.upstreams_file is None or "long_url" in self.model_fields_set:
             pair.append(Upstream(name="engine", url=self.long_url, lane="long", key=self.long_key))
         if self.vllm_url is not None:
             pair.append(Upstream(name="vllm", url=self.vllm_url, lane="short", key=self.vllm_key, heartbeats=True))
         return tuple(pair)
+
+    def with_key(self, upstream: Upstream) -> Upstream:
+        """The upstream, with `long_key` where it is the server at `long_url` and has no key of its own."""
+        if upstream.key is not None or _place(upstream.url) != _place(self.long_url):
+            return upstream
+        return upstream.model_copy(update={"key": self.long_key})
+
+
+def _place(url: str) -> tuple[str, int | None]:
+    """Host and port, all names of this machine being one."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "localhost" if is_loopback(host) else host, parts.port
 
 
 def read_upstreams(path: Path) -> tuple[Upstream, ...]:

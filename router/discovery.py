@@ -18,7 +18,7 @@ def known_upstreams(config: RouterConfig) -> tuple[Upstream, ...]:
     listed = config.resolved_upstreams()
     if config.upstreams_file is None:
         return listed
-    found = listed + read_upstreams(config.upstreams_file)
+    found = listed + tuple(map(config.with_key, read_upstreams(config.upstreams_file)))
     names = [upstream.name for upstream in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"file {config.upstreams_file}: two upstreams have the same name: {twice}")

@@ -1,6 +1,7 @@
 """Active checks of the upstreams: is it ready, and which models does it serve."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -19,6 +20,8 @@ from router.worker import Worker, judge
 # asked in this order until one of them exists
 CHECK_PATHS = ("/ready", "/health", "/v1/models")
 MODELS_EVERY = 15
+# between two checks of an upstream that is away, twice as long after each up to the second
+SOON_S, LATER_S = 0.25, 1.0
 _READ_BYTES = 4 * 1024 * 1024
 _log = logging.getLogger("longlane.router")
 
@@ -71,9 +74,26 @@ class HealthChecks:
             _log.info("upstream %s (%s lane) %s", worker.name, worker.upstream.lane, word)
 
     async def _watch(self, worker: Worker) -> None:
+        soon_s = SOON_S
         while True:
             await self.check(worker)
-            await asyncio.sleep(self.config.health_interval_s)
+            if worker.healthy:
+                soon_s = SOON_S
+                await self._pause(worker, self.config.health_interval_s)
+            else:
+                # what was killed may be back at any moment, and one success is only half of what brings it up
+                soon_s = SOON_S if worker.health.streak else soon_s
+                await asyncio.sleep(min(soon_s, self.config.health_interval_s))
+                soon_s = min(2 * soon_s, LATER_S)
+
+    async def _pause(self, worker: Worker, seconds: float) -> None:
+        """Shorter where a request finds the upstream gone in the meantime."""
+        least_s = min(SOON_S, seconds)
+        await asyncio.sleep(least_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds - least_s):
+                await worker.found_gone.wait()
+        worker.found_gone.clear()
 
     async def _probe(self, worker: Worker) -> None:
         path = CHECK_PATHS[worker.check_path]

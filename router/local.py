@@ -122,11 +122,10 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
     _check_reached(server, router)
     secret = _gateway_secret(server, router)
     server_env, router_env = {"LONGLANE_SERVER_GATEWAY_SECRET": secret}, {"LONGLANE_ROUTER_GATEWAY_SECRET": secret}
-    if not router.upstreams:
-        router_env["LONGLANE_ROUTER_LONG_URL"] = _url(server.host, server.port)
-    if router.keys_file is not None and server.keys_file is None and router.long_key is None:
+    router_env["LONGLANE_ROUTER_LONG_URL"] = _url(server.host, server.port)
+    if router.keys_file is not None and server.keys_file is None:
         # keys on the gateway alone would leave the server's port open beside it
-        key = generate()
+        key = _gateway_key(server, router)
         write_keys(folder / "keys.toml", [Key(name="gateway", sha256=digest(key))])
         server_env["LONGLANE_SERVER_KEYS_FILE"] = str(folder / "keys.toml")
         router_env["LONGLANE_ROUTER_LONG_KEY"] = key
@@ -135,6 +134,14 @@ def _children(settings: Mapping[str, Any], argv: Sequence[str], folder: Path) ->
         Child("engine server", ["server", *flags["engine"], *flags["server"]], server_env, server.drain_s),
         Child("gateway", ["router", *flags["router"]], router_env, router.drain_s),
     ]
+
+
+def _gateway_key(server: ServerConfig, router: RouterConfig) -> str:
+    """What the gateway will show this machine's server: the key that its upstream there is given, else a new one."""
+    here = router.model_copy(update={"long_url": _url(server.host, server.port)})
+    listed = known_upstreams(here) if router.upstreams or router.upstreams_file else ()
+    given = [one.key for one in listed if urlsplit(one.url).port == server.port and one.key] or [router.long_key]
+    return given[0].get_secret_value() if given[0] else generate()
 
 
 def _check_reached(server: ServerConfig, router: RouterConfig) -> None:

@@ -132,6 +132,7 @@ class Proxy:
                 response = await self._open(call, worker)
             except (UnreachableError, BrokenConnectionError) as error:
                 worker.health = judge(worker.health, False, str(error))
+                worker.found_gone.set()
                 worker.note_failure(time.monotonic())
                 if not rest:
                     raise
@@ -232,7 +233,7 @@ class Proxy:
         if "content-length" in response.headers:
             headers["content-length"] = response.headers["content-length"]
         await call.exchange.start(response.status_code, headers)
-        failure = await Relay(call.exchange, worker.upstream, chunks, self.config).body(held)
+        failure = await Relay(call.exchange, worker.upstream, chunks, self.config).body(held, _is_json(response))
         self._note_end(call, worker, response.status_code, failure)
 
     def _keep_response(self, call: Call, worker: Worker, name: str | None) -> None:

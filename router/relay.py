@@ -9,6 +9,7 @@ from config import RouterConfig, Upstream
 from router.errors import ClientGoneError, UnavailableError, UpstreamError, UpstreamTimeoutError, error_event
 from router.exchange import Exchange
 from router.guard import guarded
+from router.large import UsageScanner
 from router.sse import EventSplitter, EventTooLargeError, StreamScanner
 from router.usage import without_usage_comment
 
@@ -81,9 +82,9 @@ class Relay:
                 await self._exchange.send(event)
                 await self._exchange.end()
 
-    async def body(self, held: bytes) -> UpstreamError | None:
+    async def body(self, held: bytes, is_json: bool = False) -> UpstreamError | None:
         """Passes bytes as they come, `held` first. After a failure the response stays unfinished, as it was."""
-        failure = await self._run(self._pump_body(held), has_heartbeats=False)
+        failure = await self._run(self._pump_body(held, UsageScanner() if is_json else None), has_heartbeats=False)
         if failure is None:
             await self._taken(self._exchange.end())
         return failure
@@ -126,10 +127,19 @@ class Relay:
             self._keep(self._scanner.response_id)
             self._keep = None
 
-    async def _pump_body(self, held: bytes) -> None:
-        await self._send(held)
+    async def _pump_body(self, held: bytes, scanner: UsageScanner | None) -> None:
+        await self._pass_bytes(held, scanner)
         async for chunk in self._chunks:
-            await self._send(chunk)
+            await self._pass_bytes(chunk, scanner)
+
+    async def _pass_bytes(self, data: bytes, scanner: UsageScanner | None) -> None:
+        if scanner is not None:
+            scanner.note(data)
+            self._exchange.counts |= scanner.counts
+            if "prompt" in scanner.counts:
+                # before the client may see the end
+                await self._exchange.finish()
+        await self._send(data)
 
     async def _send(self, data: bytes) -> None:
         self._mark(is_waiting=False)

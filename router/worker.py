@@ -1,5 +1,6 @@
 """An upstream and what is known of it right now."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ class Worker:
     is_draining       told by the admin port; the configuration may say it as well
     check_path        index of the path that its health checks ask
     num_checks        since the models were last found to be unknown
+    found_gone        set by a request that could not reach it
     """
 
     upstream: Upstream
@@ -51,6 +53,7 @@ class Worker:
     is_draining: bool = False
     check_path: int = 0
     num_checks: int = 0
+    found_gone: asyncio.Event = field(default_factory=asyncio.Event)
     _candidate: tuple[Any, Any, Candidate] | None = None
 
     @property

@@ -62,8 +62,9 @@ class Soak:
             async def call(number: int) -> None:
                 body = self._body(number % self.arguments.conversations)
                 async with client.post(self.target.url + CHAT, data=body) as response:
-                    await response.read()
-                    response.raise_for_status()
+                    text = await response.text()
+                    if response.status != 200:
+                        raise RuntimeError(f"call {number} was answered {response.status}: {text[:500]}")
 
             await self._at_once(call, range(first, end))
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from config import RouterConfig, Upstream
+from router.health import LATER_S, SOON_S
 from router.transport import Transport, UnreachableError
 from tests.router.live import echo, eventually
 
@@ -115,6 +116,30 @@ def test_upstream_goes_and_comes_back(gateway, upstream, client):
     long.start(long.port)
     eventually(running.app.is_ready)
     assert client.post(url, json=BODY).status_code == 200
+
+
+def test_killed_upstream_serves_again_within_a_second(gateway, upstream, client):
+    """With the interval between checks that gateways have, of which several would pass."""
+    long = upstream()
+    running = gateway(long=long, health_interval_s=RouterConfig().health_interval_s)
+    url = running.url + CHAT
+    assert client.post(url, json=BODY).status_code == 200
+    long.stop()
+    # the request itself makes the next check come at once
+    client.post(url, json=BODY)
+    assert eventually(lambda: not running.app.is_ready()) < 1
+    time.sleep(2)
+    long.start(long.port)
+    assert eventually(lambda: client.post(url, json=BODY).status_code == 200) < LATER_S + SOON_S + 0.5
+
+
+def test_upstream_that_loads_after_its_port_is_open_is_asked_often(gateway, upstream, client):
+    long = upstream(ready=503)
+    running = gateway(long=long, health_interval_s=60)
+    assert client.post(running.url + CHAT, json=BODY).status_code == 503
+    time.sleep(1)
+    long.ready = 200
+    assert eventually(running.app.is_ready) < LATER_S + SOON_S + 0.5
 
 
 def test_away_lane_hands_over_before_anything_is_sent(gateway, upstream, client):

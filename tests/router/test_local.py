@@ -16,7 +16,7 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from config import RouterConfig, load
+from config import EngineConfig, RouterConfig, ServerConfig, load, load_keys
 from config.keys import Key, digest, generate, write_keys
 from router.discovery import known_upstreams
 from router.local import SECTIONS, StackError, _children
@@ -290,6 +290,32 @@ def test_the_local_engine_stands_beside_a_file_of_upstreams(tmp_path):
     gateway = children(tmp_path, f"--upstreams-file={file}")[1]
     config = load({"router": RouterConfig}, gateway.arguments[1:], gateway.environment)["router"]
     assert [one.name for one in known_upstreams(config)] == ["engine", "v"]
+
+
+TABLE = '[[{}upstreams]]\nname = "here"\nlane = "long"\nurl = "http://localhost:8001"\n'
+
+
+@pytest.mark.parametrize("given", [None, "the upstream's own"])
+@pytest.mark.parametrize("where", ["pair", "table", "file"])
+def test_gateway_shows_the_local_server_the_key_that_it_knows(tmp_path, where, given):
+    write_keys(tmp_path / "keys.toml", [Key(name="alice", sha256=digest("a"))])
+    flags = [f"--router-keys-file={tmp_path / 'keys.toml'}"]
+    if where == "pair":
+        flags += [f"--long-key={given}"] if given else []
+    else:
+        file = tmp_path / "longlane.toml"
+        file.write_text(TABLE.format("router." if where == "table" else "") + (f'key = "{given}"' if given else ""))
+        flags.append(f"--config={file}" if where == "table" else f"--upstreams-file={file}")
+    made = tmp_path / "made"
+    made.mkdir()
+    server, gateway = children(made, *flags)
+    settings = load({"engine": EngineConfig, "server": ServerConfig}, server.arguments[1:], server.environment)[
+        "server"
+    ]
+    config = load({"router": RouterConfig}, gateway.arguments[1:], gateway.environment)["router"]
+    shown = [one.key.get_secret_value() for one in known_upstreams(config) if one.name in ("here", "engine")]
+    assert all(load_keys(settings.keys_file).find(key) is not None for key in shown) and shown
+    assert given is None or given in shown
 
 
 def test_upstreams_that_leave_the_local_engine_out_are_told(tmp_path):
