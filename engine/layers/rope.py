@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.ops.rope_angles import rope_angles
+
 # turns that a pair makes over the context of training: from FAST on it stays as it is, up to SLOW it is divided whole
 FAST, SLOW = 32, 1
 
@@ -18,10 +20,7 @@ class Rope:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows] -> cosines and sines [rows, pairs] fp32"""
-        angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
-        if self.scale == 1:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        return rope_angles(positions, self.inverse_frequencies, self.scale)
 
 
 def plain_rope(rotated_dims: int, theta: float, device: torch.device) -> Rope:
