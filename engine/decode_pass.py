@@ -144,7 +144,8 @@ class DecodePass:
         chosen = self._choose(logits, mode, self._verified(forwarded, masks))
         accepted = self._accept(owners, chosen, rows.slot_mapping, mode, commits=False)
         following = self._follow(forwarded, chosen, accepted) if self.num_drafts else forwarded.hidden
-        return self._record(logits, chosen, accepted, self._draft(owners, accepted, following, mode), mode)
+        self._draft(owners, accepted, following, mode)
+        return _record(logits, chosen, accepted, mode)
 
     @torch.inference_mode()
     def choose_first(
@@ -168,7 +169,8 @@ class DecodePass:
     ) -> Record:
         """Drafts behind the first tokens. hidden  [B, hidden] MTP's of each prompt's last row, or anything without"""
         chosen, accepted = first
-        return self._record(logits, chosen, accepted, self._draft(owners, accepted, hidden, mode), mode)
+        self._draft(owners, accepted, hidden, mode)
+        return _record(logits, chosen, accepted, mode)
 
     def _choose(self, logits: torch.Tensor, mode: Mode, rows: SampleRows) -> torch.Tensor:
         if mode is Mode.GREEDY:
@@ -197,13 +199,12 @@ class DecodePass:
         hidden = self._model.forward_mtp(batch, forwarded.hidden, self._state.kv)
         return hidden.index_select(0, accepted.last_rows)
 
-    def _draft(self, owners: Owners, accepted: Accepted, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
-        """MTP's proposals, each fed back for the next; kept for the next pass.
+    def _draft(self, owners: Owners, accepted: Accepted, hidden: torch.Tensor, mode: Mode) -> None:
+        """MTP's proposals, each fed back for the next; kept for the next pass, and in the record.
 
         hidden  [B, hidden]  MTP's, of the last row that stands
-        return  [B, D] int64
         """
-        drafts = owners.slots.new_empty(len(owners.slots), self.num_drafts)
+        drafts = accepted.record[:, accepted.record.shape[1] - self.num_drafts :]
         chosen = owners.slots
         for depth in range(self.num_drafts):
             if depth:
@@ -214,8 +215,7 @@ class DecodePass:
             chosen = self._choose(self._model.compute_logits(hidden), mode, rows)
             drafts[:, depth] = chosen
         if self.num_drafts:
-            self._state.slots.drafts.index_copy_(0, owners.slots, drafts)
-        return drafts
+            self._state.slots.drafts[:, : self.num_drafts].index_copy_(0, owners.slots, drafts)
 
     def _fed_back(self, owners: Owners, accepted: Accepted, depth: int, drafts: torch.Tensor) -> ForwardBatch:
         return ForwardBatch(
@@ -231,15 +231,6 @@ class DecodePass:
             num_rows=(1,) * len(drafts),
             max_context=self._max_context,
         )
-
-    def _record(
-        self, logits: torch.Tensor, chosen: torch.Tensor, accepted: Accepted, drafts: torch.Tensor, mode: Mode
-    ) -> Record:
-        counts = torch.stack([accepted.num_tokens, accepted.num_drafts], dim=1)
-        numbers = torch.cat([counts, chosen.view(len(drafts), -1), drafts], dim=1)
-        if mode is not Mode.LOGPROBS:
-            return Record(numbers, None)
-        return Record(numbers, Logprobs(*logprobs_of(logits, chosen, min(MAX_TOP, logits.shape[1]))))
 
     # constants are made in the run that comes before a capture
 
@@ -259,6 +250,12 @@ class DecodePass:
         if key not in self._constants:
             self._constants[key] = values.int().to(self._state.block_ids.device)
         return self._constants[key]
+
+
+def _record(logits: torch.Tensor, chosen: torch.Tensor, accepted: Accepted, mode: Mode) -> Record:
+    if mode is not Mode.LOGPROBS:
+        return Record(accepted.record, None)
+    return Record(accepted.record, Logprobs(*logprobs_of(logits, chosen, min(MAX_TOP, logits.shape[1]))))
 
 
 def _parts(masks: Masks | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

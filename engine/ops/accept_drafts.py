@@ -15,7 +15,8 @@ class Accepted:
     """What R choices for each of B requests come to.
 
     num_tokens      [B] int32      tokens that the pass adds: drafts that were chosen too, and one choice after them
-    num_drafts      [B] int32      drafts that may follow; fewer than D near the limit
+    record          [B, 2 + R + D] int64  of each request: num_tokens, how many drafts may follow (fewer than D near the
+                    limit), the R choices, and room for D drafts
     standing        [B * R] int64  slot mapping of the rows that stand, -1 for the others
     last_rows       [B] int64      the last of them
     positions       [D, B] int64   of MTP's row for each draft: the last one that stands, then one after another
@@ -25,7 +26,7 @@ class Accepted:
     """
 
     num_tokens: torch.Tensor
-    num_drafts: torch.Tensor
+    record: torch.Tensor
     standing: torch.Tensor
     last_rows: torch.Tensor
     positions: torch.Tensor
@@ -86,7 +87,7 @@ def accept_drafts_reference(
     places = block_tables.gather(1, blocks.T).T.long() * BLOCK_SIZE + positions % BLOCK_SIZE
     return Accepted(
         num_tokens=num_tokens.int(),
-        num_drafts=following.int(),
+        record=torch.cat([num_tokens[:, None], following[:, None], chosen, chosen.new_zeros(requests, num_drafts)], 1),
         standing=torch.where(row < num_tokens[:, None], slot_mapping.view(requests, -1), -1).flatten(),
         last_rows=torch.arange(requests, device=slots.device) * num_rows + num_tokens - 1,
         positions=positions,
@@ -113,7 +114,7 @@ def accept_drafts_triton(
 
     found = Accepted(
         num_tokens=empty(requests, dtype=torch.int32),
-        num_drafts=empty(requests, dtype=torch.int32),
+        record=empty(requests, 2 + num_rows + num_drafts),
         standing=empty(len(chosen)),
         last_rows=empty(requests),
         positions=empty(num_drafts, requests),
@@ -122,7 +123,7 @@ def accept_drafts_triton(
         context_lens=empty(num_drafts, requests, dtype=torch.int32),
     )
     accept_drafts_kernel[(requests,)](
-        state.numbers, slots, chosen, slot_mapping, block_tables, found.num_tokens, found.num_drafts, found.standing,
+        state.numbers, slots, chosen, slot_mapping, block_tables, found.num_tokens, found.record, found.standing,
         found.last_rows, found.positions, found.next_positions, found.slot_mapping, found.context_lens,
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
@@ -133,7 +134,7 @@ def accept_drafts_triton(
 
 @triton.jit
 def accept_drafts_kernel(
-    numbers_ptr, slots_ptr, chosen_ptr, mapping_ptr, tables_ptr, num_tokens_ptr, num_drafts_ptr, standing_ptr,
+    numbers_ptr, slots_ptr, chosen_ptr, mapping_ptr, tables_ptr, num_tokens_ptr, record_ptr, standing_ptr,
     last_rows_ptr, positions_ptr, next_positions_ptr, places_ptr, contexts_ptr, stride, width,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, COMMITS: tl.constexpr,
     PADDED_ROWS: tl.constexpr, PADDED_DEPTH: tl.constexpr,
@@ -163,7 +164,10 @@ def accept_drafts_kernel(
     tl.store(numbers_ptr + ACCEPTED, 0 if COMMITS else num_tokens)
     tl.store(numbers_ptr + NUM_DRAFTS, following)
     tl.store(num_tokens_ptr + request, num_tokens)
-    tl.store(num_drafts_ptr + request, following.to(tl.int32))
+    record_ptr += request * (2 + ROWS + DEPTH)
+    tl.store(record_ptr, num_tokens.to(tl.int64))
+    tl.store(record_ptr + 1, following)
+    tl.store(record_ptr + 2 + row, chosen, mask=row < ROWS)
     tl.store(standing_ptr + first + row, tl.where(row < num_tokens, mapping, -1), mask=row < ROWS)
     tl.store(last_rows_ptr + request, first + num_tokens - 1)
     depth = tl.arange(0, PADDED_DEPTH)

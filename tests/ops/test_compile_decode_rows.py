@@ -13,7 +13,7 @@ pytestmark = [
 ]
 WIDE = {
     *("numbers_ptr", "slots_ptr", "token_ids_ptr", "positions_ptr", "next_positions_ptr", "mapping_ptr", "chosen_ptr"),
-    *("standing_ptr", "last_rows_ptr", "places_ptr"),
+    *("standing_ptr", "last_rows_ptr", "places_ptr", "record_ptr"),
 }
 
 

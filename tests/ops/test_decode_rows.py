@@ -90,7 +90,9 @@ def test_drafts_stand_up_to_the_first_that_was_not_chosen(accept, device, drafts
     assert numbers[NEXT.value] == chosen[num_tokens - 1]
     assert numbers[POSITION.value] == position
     assert numbers[ACCEPTED.value] == num_tokens
-    assert numbers[NUM_DRAFTS.value] == found.num_drafts.item() == 3
+    assert numbers[NUM_DRAFTS.value] == 3
+    assert found.record[:, : 2 + len(chosen)].tolist() == [[num_tokens, 3, *chosen]]
+    assert found.record.shape == (1, 2 + 4 + 3)
     assert not state.numbers[0].any()
 
 
@@ -101,7 +103,7 @@ def test_no_drafts_follow_that_could_not_become_output(accept, device, limit, fo
     state = slots_at(device, (4, 10, limit, 1, []))
     blocks = tensor([[5]], device, torch.int32)
     found = accept(state, tensor([0], device), tensor([9, 0], device), tensor([330, -1], device), blocks, 3, False)
-    assert found.num_drafts.tolist() == [following]
+    assert found.record[:, 1].tolist() == [following]
     assert found.slot_mapping[:, 0].tolist() == [5 * 64 + p if p < limit else -1 for p in (10, 11, 12)]
     assert state.numbers[0, LIMIT.value] == limit
 
