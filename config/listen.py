@@ -8,6 +8,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # above the idle time after which clients drop a pooled connection themselves
 KEEP_ALIVE_S = 75
+MOST_HEAD_BYTES = 128 * 1024
+_HEAD_BODY = (
+    b'{"error":{"message":"the request line and headers are larger than %d bytes","type":"invalid_request_error",'
+    b'"param":null,"code":"request_too_large"}}' % MOST_HEAD_BYTES
+)
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_HEAD_BODY), _HEAD_BODY)
+)
 
 
 class PortError(Exception):
@@ -15,10 +24,19 @@ class PortError(Exception):
 
 
 def deadline_protocol(head_s: float) -> type[HttpToolsProtocol]:
-    """The HTTP protocol that closes a connection whose request head is not complete in time."""
+    """The HTTP protocol that closes a connection whose request head is not complete in time, or too large."""
 
     class DeadlineProtocol(HttpToolsProtocol):
         deadline: asyncio.TimerHandle | None = None
+        head_bytes = 0
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            # what belongs to a head that is still not complete
+            self.head_bytes = self.head_bytes + len(data) if self.deadline is not None else 0
+            if self.head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_HEAD_TOO_LARGE)
+                self.transport.close()
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)

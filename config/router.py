@@ -133,7 +133,8 @@ class RouterConfig(Section):
     """Largest request body; counted while it is read."""
 
     request_timeout_s: float = Field(default=30.0, gt=0)
-    """A client that is this long in sending a request's head, or silent in the middle of its body, is left."""
+    """A client that is this long in sending a request's head, or silent in the middle of its body, is left; so is one
+    that after this time has sent less than 1 KiB of the body for each further second."""
 
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest wait for a connection to an upstream."""

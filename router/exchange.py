@@ -19,6 +19,7 @@ from router.retries import Open
 from router.route import api_of
 from router.trace import UNTRACED, Trace
 
+SLOWEST_BODY_BYTES_PER_S = 1024
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -56,11 +57,16 @@ class Exchange:
         if _declared(self.headers.get("content-length")) > max_bytes:
             raise too_large
         parts = []
+        started = time.monotonic()
         while True:
+            # some bytes now and then would keep a connection and its memory for ever
+            left_s = started + silence_s + self.bytes_in / SLOWEST_BODY_BYTES_PER_S - time.monotonic()
             try:
-                async with asyncio.timeout(silence_s):
+                async with asyncio.timeout(min(silence_s, left_s)):
                     message = await self._receive()
             except TimeoutError as error:
+                if left_s < silence_s:
+                    raise SlowRequestError(f"the body came slower than {SLOWEST_BODY_BYTES_PER_S} bytes/s") from error
                 raise SlowRequestError(f"no byte of the body came for {silence_s:g} s") from error
             if message["type"] == "http.disconnect":
                 raise ClientGoneError

@@ -142,6 +142,8 @@ def soak(arguments: argparse.Namespace) -> list[str]:
         wait_ready(direct)
         write_keys(Path(name) / "keys.toml", [Key(name="bench", sha256=digest(secret), **limits)])
         settings = {"keys_file": f"{name}/keys.toml", "admin_port": admin, "gateway_secret": "of the bench"}
+        # on a busy machine the programs wait for a processor, which is not what is asked here
+        settings |= {"connect_timeout_s": 120.0}
         with gateway(Path(name), [direct], **settings) as (url, pid):
             target = Target(url, {"authorization": f"Bearer {secret}"}, pid)
             one = Soak(target, f"http://127.0.0.1:{admin}", arguments)
