@@ -68,7 +68,7 @@ class SamplingParams:
 class Request:
     """One generation. The salt keeps tenants' cached prefixes apart.
 
-    marks  tokens up to which messages of the prompt reach, ascending; the first that of system and tools
+    marks  tokens, ascending, after which a conversation may go on otherwise: the ends of system and of user messages
     """
 
     request_id: str

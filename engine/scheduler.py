@@ -415,6 +415,7 @@ class Scheduler:
 
     def _begin(self, state: RequestState, hit: Hit, cuts: tuple[int, ...]) -> int | None:
         """Takes over what is reused; returns the snapshot to start from."""
+        state.path.anchors = frozenset(mark // BLOCK_SIZE * BLOCK_SIZE for mark in chosen_marks(state.request.marks))
         state.has_begun, state.cuts = True, cuts
         state.num_computed_tokens = state.num_cached_tokens = hit.depth
         if self._cache.is_enabled:
@@ -498,9 +499,9 @@ def cut_at_end(
 
 
 def chosen_marks(marks: Sequence[int]) -> tuple[int, ...]:
-    """Of the ends of a prompt's messages those where states are worth their place: the first, which others share, and
-    the last two, from which the conversation goes on."""
-    return (*marks[:1], *marks[-2:])
+    """Of the ends of a prompt's messages those where states are worth their place: that of system and tools, which
+    others share, and that of the last user's, to which a conversation returns that drops the thoughts after it."""
+    return (*marks[:1], *marks[-1:])
 
 
 def _chunk_end(state: RequestState, start: int, cuts: tuple[int, ...], budget: int) -> int:

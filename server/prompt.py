@@ -4,10 +4,11 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from server.chat_template import ChatTemplate
-from server.checkpoint import TextFiles
+from server.checkpoint import TextFiles, Vocabulary
 from server.continuation import Ending, open_part
 from server.errors import BadRequestError, PromptTooLongError, UnsupportedError
 from server.protocol import ChatMessage, ContentPart
@@ -32,12 +33,28 @@ EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", 
 class Prompt:
     """starts_in_thought: the rendered text ends with an open `<think>`, or inside the thought that follows it;
     starts_in_content: it ends inside an answer, where `<think>` is a text like any other;
-    marks: tokens up to which messages reach, that of system and tools first"""
+    marks: tokens up to which the messages of system and of users reach"""
 
     token_ids: tuple[int, ...]
     starts_in_thought: bool = False
     starts_in_content: bool = False
     marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Ids by which messages are told apart; roles  those of system and user, where each is one token"""
+
+    opener: int | None
+    tool_response: int | None
+    roles: frozenset[int]
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary) -> "Shape":
+        words = [vocabulary.plain.encode(role, add_special_tokens=False).ids for role in ("system", "user")]
+        added = vocabulary.added_ids
+        roles = frozenset(ids[0] for ids in words if len(ids) == 1)
+        return cls(added.get("<|im_start|>"), added.get("<tool_response>"), roles)
 
 
 class PromptBuilder:
@@ -47,7 +64,7 @@ class PromptBuilder:
         self._template = ChatTemplate(files.template)
         self._encoder = encoder
         self._max_model_len = max_model_len
-        self._opener = files.vocabulary.added_ids.get("<|im_start|>")
+        self._shape = Shape.of(files.vocabulary)
 
     def chat(
         self,
@@ -69,7 +86,7 @@ class PromptBuilder:
         token_ids = self._within_limit(self._encoder.encode_prompt, marked, mark, param=field)
         return Prompt(
             token_ids,
-            marks=message_ends(token_ids, self._opener),
+            marks=message_ends(token_ids, self._shape),
             starts_in_thought=is_open(marked) or part == "reasoning_content",
             starts_in_content=part == "content",
         )
@@ -77,7 +94,7 @@ class PromptBuilder:
     def text(self, text: str) -> Prompt:
         """A bare prompt, in which the caller writes the control tokens. raises PromptTooLongError"""
         token_ids = self._within_limit(self._encoder.encode_text, text, allows_control=True, param="prompt")
-        return Prompt(token_ids, marks=message_ends(token_ids, self._opener))
+        return Prompt(token_ids, marks=message_ends(token_ids, self._shape))
 
     def options(self, kwargs: Mapping[str, Any] | None, effort: str | None, thinks: bool | None) -> dict[str, Any]:
         """Template options of the request's several ways to ask for them; the template's own names win."""
@@ -107,9 +124,15 @@ class PromptBuilder:
             raise PromptTooLongError(self._max_model_len, error.num_tokens, is_exact=False, param=param) from error
 
 
-def message_ends(token_ids: Sequence[int], opener: int | None) -> tuple[int, ...]:
-    """Tokens before each message but the first. opener  the id with which every message begins, if there is one"""
-    return tuple(index for index, token_id in enumerate(token_ids) if token_id == opener and index)
+def message_ends(token_ids: Sequence[int], shape: Shape) -> tuple[int, ...]:
+    """Where messages of system and of users end: a template may drop what comes after one of them, and others share
+    what comes before. Tools answer in the user's name; what they say is no such place."""
+    starts = [index for index, token_id in enumerate(token_ids) if token_id == shape.opener]
+    return tuple(
+        end
+        for start, end in pairwise(starts)
+        if token_ids[start + 1] in shape.roles and shape.tool_response not in token_ids[start : start + 5]
+    )
 
 
 def conversation(messages: Sequence[ChatMessage], field: str = MESSAGES) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ class Snapshot:
     index        where its tensors lie
     is_decoded   made token by token rather than by prefill
     base         what was last given up was worth so much when it was made or last used
+    is_anchor    a message ends there after which a client may go on otherwise
     num_hits     requests that began from it
     is_waypoint  whoever made it or began from it has a deeper one, and it is no place from which several went on
     """
@@ -50,6 +51,7 @@ class Snapshot:
     node: Node
     is_decoded: bool
     base: int
+    is_anchor: bool = False
     num_hits: int = 0
     is_waypoint: bool = False
 
@@ -60,6 +62,7 @@ class CachedPath:
 
     hashes     of the prompt's whole blocks that may be reused, once they were looked up
     extra_ids  blocks held beside the request's own: another request's, of the same content
+    anchors    depths at which snapshots are anchors
     origin     the snapshot that this request began from
     latest     the one that it made last, or began from; it may have been given up since
     """
@@ -68,6 +71,7 @@ class CachedPath:
     hashes: tuple[bytes, ...] | None = None
     nodes: list[Node] = field(default_factory=list)
     extra_ids: list[int] = field(default_factory=list)
+    anchors: frozenset[int] = frozenset()
     origin: Snapshot | None = None
     latest: Snapshot | None = None
 
@@ -205,9 +209,7 @@ class PrefixCache:
         snapshot.num_hits += 1
         snapshot.is_waypoint = False
         path.origin = path.latest = snapshot
-        for node in path.nodes[:-1]:
-            if node.snapshot is not None and node.snapshot.num_hits < SEVERAL:
-                node.snapshot.is_waypoint = True
+        self._leave_behind(snapshot)
         return snapshot.index
 
     def take(self) -> int:
@@ -240,7 +242,7 @@ class PrefixCache:
         self._pass(path, is_decoded)
         if not self._free_slots:
             self._evict(self._snapshots)
-        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._floor)
+        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._floor, path.depth in path.anchors)
         self._snapshots[snapshot] = None
         path.nodes[-1].snapshot = path.latest = snapshot
         return snapshot.index
@@ -313,8 +315,15 @@ class PrefixCache:
             return
         if snapshot.is_decoded and snapshot is not path.origin:
             self._remove(snapshot)
-        elif snapshot.is_decoded or not by_decoding:
+        elif snapshot.is_decoded or not (by_decoding or snapshot.is_anchor):
             snapshot.is_waypoint = True
+
+    def _leave_behind(self, snapshot: Snapshot) -> None:
+        """Somebody goes on from it: those above are waypoints now, but where several went on and the last anchor."""
+        above = [node.snapshot for node in ancestry(snapshot.node.parent) if node.snapshot is not None]
+        kept = next((one for one in above if one.is_anchor), None) if not snapshot.is_anchor else None
+        for one in above:
+            one.is_waypoint = one is not kept and one.num_hits < SEVERAL
 
     def _worth(self, snapshot: Snapshot) -> tuple[bool, int]:
         above = next((node for node in ancestry(snapshot.node.parent) if node.snapshot is not None), None)

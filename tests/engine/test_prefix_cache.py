@@ -214,6 +214,21 @@ def test_a_conversation_that_went_on_leaves_no_snapshots_behind(pool):
     assert cache.num_snapshots == 3
 
 
+def test_the_last_anchor_of_a_conversation_stays(pool):
+    """Where the user spoke last: a conversation that drops the thoughts after it returns there."""
+    cache = PrefixCache(pool, num_snapshots=3)
+    for end in (4, 8, 12):
+        writer = Writer(cache, pool, (*tokens(*range(20, 20 + end)), 0))
+        writer.path.anchors = frozenset((64, 256, 512))
+        for part in (64, 64 * end - 64, 64 * end):
+            writer.compute(max(part, writer.hit.depth)).stand()
+        writer.leave()
+    compute(cache, pool, tokens(1))
+    assert depth(cache, (*tokens(*range(20, 32)), 0)) == 768
+    assert depth(cache, (*tokens(*range(20, 30)), 0)) == 512
+    assert depth(cache, (*tokens(*range(20, 27)), 0)) == 0
+
+
 def test_a_place_from_which_several_went_on_stays(pool):
     """The system prompt of three conversations, of which each has a deeper snapshot."""
     cache = PrefixCache(pool, num_snapshots=4)
@@ -262,6 +277,20 @@ def test_only_the_last_state_of_an_answer_stands(cache, pool):
     assert cache.counts["num_evicted_snapshots"] == 0
 
 
+class Watched(PrefixCache):
+    """Asserts the order in which snapshots are given up."""
+
+    def _evict(self, candidates):
+        candidates, before, floor = list(candidates), set(self._snapshots), self._floor
+        waypoints = [snapshot for snapshot in candidates if snapshot.is_waypoint]
+        costs = {snapshot: self._worth(snapshot)[1] for snapshot in candidates}
+        super()._evict(candidates)
+        (gone,) = before - set(self._snapshots)
+        assert costs[gone] == min(costs[snapshot] for snapshot in waypoints or candidates)
+        assert gone in (waypoints or candidates)
+        assert self._floor == (floor if waypoints else max(floor, costs[gone]))
+
+
 class Traffic(RuleBasedStateMachine):
     """Requests over a small alphabet of blocks, so that they share, diverge, race and evict all the time.
 
@@ -271,20 +300,23 @@ class Traffic(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 14), num_snapshots=st.integers(1, 6))
     def start(self, num_blocks, num_snapshots):
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, num_snapshots)
+        self.cache = Watched(self.pool, num_snapshots)
         self.writers: list[Writer] = []
         self.written: dict[int, tuple] = {}
         self.states: dict[int, tuple] = {}
 
     @rule(
-        letters=st.lists(st.integers(1, 2), min_size=1, max_size=5), rest=st.integers(1, 63), salt=st.sampled_from("ab")
+        letters=st.lists(st.integers(1, 2), min_size=1, max_size=5),
+        rest=st.integers(1, 63),
+        salt=st.sampled_from("ab"),
+        anchors=st.frozensets(st.sampled_from([64, 128, 192]), max_size=2),
     )
-    def submit(self, letters, rest, salt):
+    def submit(self, letters, rest, salt, anchors):
         text = tokens(*letters, 3)[: len(letters) * BLOCK + rest]
         if -(-len(text) // BLOCK) > self.pool.num_unpromised:
             return
         writer = Writer(self.cache, self.pool, text, salt)
-        writer.salt = salt
+        writer.salt, writer.path.anchors = salt, anchors
         self.writers.append(writer)
         for index, block_id in enumerate(writer.blocks):
             assert self.written[block_id] == (salt, text[: (index + 1) * BLOCK])

@@ -473,9 +473,9 @@ def test_chunks_of_a_context_that_grows_slower_stay_within_the_bound():
         s.observe(schedule, seconds)
 
 
-def test_states_stand_after_the_first_and_the_last_messages():
+def test_states_stand_after_the_first_and_the_last_mark():
     s = scheduler(num_snapshots=8, prefill_chunk=1024)
-    s.add(prompt("a", (1, 700), marks=(130, 200, 330, 500, 690)), seed=0)
+    s.add(prompt("a", (1, 700), marks=(130, 200, 330, 500)), seed=0)
     assert [spans(step(s)[0])[0][1:] for _ in range(3)] == [(0, 128), (128, 448), (448, 640)]
     s.abort("a")
     # another conversation with the same system and tools

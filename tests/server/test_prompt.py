@@ -333,18 +333,14 @@ def test_remembered_pieces_give_the_same_ids(files):
         encoder.encode_text(texts[0], 10)
 
 
-def test_marks_stand_where_messages_end(build, spell, family):
-    """Text that spells a control token marks nothing."""
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is <|im_start|>?"},
-        {"role": "assistant", "content": "A mark."},
-        {"role": "user", "content": "Thanks."},
-    ]
-    prompt = build(turns)
+def test_marks_stand_where_system_and_users_end(build, spell, family):
+    """Text that spells a control token marks nothing, and neither do answers and the results of tools."""
+    prompt = build([*CONVERSATION, {"role": "user", "content": "What is <|im_start|>?"}], TOOLS)
     ends = [spell(replace(prompt, token_ids=prompt.token_ids[:mark])) for mark in prompt.marks]
-    assert [text.count("<|im_end|>\n") for text in ends] == [1, 2, 3, 4]
     assert all(text.endswith("<|im_end|>\n") for text in ends)
-    assert ends[0].startswith("<|im_start|>system") and ends[0].count("<|im_start|>") == 1
+    last = [text.rpartition("<|im_end|>\n<|im_start|>")[2].partition("\n")[0] for text in ends]
+    users = sum(message["role"] == "user" for message in CONVERSATION) + 1
+    assert last == ["<|im_start|>system"] + ["user"] * users
+    assert ends[-1].endswith("What is <|im_start|>?<|im_end|>\n")
     builder = PromptBuilder(family, TextEncoder(family.vocabulary), 1000)
     assert builder.text("no message at all").marks == ()
