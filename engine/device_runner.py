@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables, ForwardBatch, RequestRows, build_batch, copy_in, to_device
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.constraint import Constraints
@@ -146,6 +147,27 @@ class DeviceRunner:
         self._forwarded: Forwarded | None = None
         self._in_flight: list[Readback] = []
         self._arrived = Arrival(self._device)
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Prompts of these sizes in the first slot, before there are requests: what is compiled on first use is
+        compiled here."""
+        owners = Owners(
+            *(to_device([0], dtype, self._device) for dtype in (torch.int64, torch.int32)), self._tables.ids[:1]
+        )
+        for size in sizes:
+            self._tables.begin(0)
+            self._tables.extend(0, list(range(-(-size // BLOCK_SIZE))))
+            batch = build_batch([RequestRows(0, 0, [0] * size)], self._tables, commits=True)
+            hidden = self._forward(batch)
+            logits = self._model.compute_logits(hidden[-1:])
+            for mode in Mode:
+                first = self._pass.choose_first(logits, owners, batch.positions[-1:] + 1, mode, None)
+                if self._pass.num_drafts:
+                    hidden = self._model.forward_mtp(batch, hidden, self._state.kv)
+                self._pass.finish_first(logits, owners, first, hidden[-1:], mode)
+        self._state.slots.numbers.zero_()
+        self._states.reset(0)
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +45,8 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
+# rows of prompts for which kernels are compiled at the start: one, part of a block, a block, and more
+WARM_SIZES = (1, 63, 64, 512)
 
 
 def load_engine(
@@ -65,7 +70,10 @@ def load_engine(
     demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype, codec), budget)
     planned = plan(demand)
     _log_plan(planned, budget)
-    model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn)
+    constraints = Constraints(checkpoint_dir, demand.config.vocab_size)
+    vocabulary = constraints.begin_loading()
+    with timed("weights"):
+        model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn)
     torch.set_num_threads(config.num_threads or _default_threads(model.config))
     info = EngineInfo(
         checkpoint_dir=str(checkpoint_dir),
@@ -78,15 +86,22 @@ def load_engine(
         kv_codec=codec.name,
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
-    constraints = Constraints(checkpoint_dir, model.config.vocab_size)
-    vocabulary = constraints.begin_loading()
     build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
-    runner = build(config, model, demand, info, constraints, device, dtype)
+    with timed("caches and passes"):
+        runner = build(config, model, demand, info, constraints, device, dtype)
     key = cache_key(checkpoint_dir, dtype, config.yarn, codec)
     scheduler = _build_scheduler(config, demand, info, key, reuses_decoded=not (config.deterministic or is_ahead))
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Logs how long a phase of the start took."""
+    began = time.monotonic()
+    yield
+    log.info("start: %s in %.1f s", name, time.monotonic() - began)
 
 
 def _default_threads(config: ModelConfig) -> int:
@@ -181,7 +196,12 @@ def _build_device_runner(
         rows = [rows_per_request(count, info.num_drafts) for count in range(1, slots + 1)]
         passes = GraphPasses(decode_pass, rows, vocab, device)
     snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
-    return runner_type(model, state, states, tables, decode_pass, passes, constraints, snapshots)
+    runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, snapshots)
+    if device.type == "cuda":
+        with timed("kernels of prompts"):
+            most = min(config.prefill_chunk, demand.context)
+            runner.warm_up(sorted({size for size in WARM_SIZES if size < most} | {most}))
+    return runner
 
 
 def _build_scheduler(

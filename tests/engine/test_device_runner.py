@@ -160,3 +160,9 @@ def test_prompts_are_reused_up_to_their_last_block(checkpoint_dir, num_drafts):
 def test_more_requests_than_a_pass_takes_are_refused(checkpoint_dir):
     with pytest.raises(CapacityError, match="max_num_requests 9"):
         load_engine(settings(checkpoint_dir, max_num_requests=9), is_ahead=True)
+
+
+def test_what_warming_up_leaves_is_not_seen(checkpoint_dir):
+    in_step, ahead = pair(checkpoint_dir)
+    ahead._runner.warm_up((1, 63, 64, 130))
+    assert generate(ahead, *mixed_requests()) == generate(in_step, *mixed_requests())
