@@ -1,9 +1,10 @@
 """`python -m tests.bench.soak`: does the gateway stay as it was over 100,000 requests and 10,000 aborted streams?
 
 Short calls of one key with every limit on, in turn from many conversations; its memory after the first fifth is
-compared with that at the end. Then streams whose clients leave after the first event, every other one with a reset, while the
-key has places for few more than run at once: one that leaked would turn the rest away. At the end every gauge has to be
-back at zero, and the gateway has to hold no more descriptors than before. Ends with 1 where something did not hold.
+compared with that at the end. Then streams whose clients leave after the first event, every other one with a reset,
+while the key has places for few more than run at once: one that leaked would turn the rest away. At the end every gauge
+has to be back at zero, and the gateway has to hold no more descriptors than before. Ends with 1 where something did not
+hold.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from tests.bench.soak import Soak, parser, soak
 
 @pytest.mark.timeout(120)
 def test_memory_is_flat_and_aborts_leave_nothing(capsys):
-    small = ["--requests", "1000", "--aborts", "300", "--conversations", "100", "--at-once", "16"]
+    small = ["--requests", "600", "--aborts", "200", "--conversations", "100", "--at-once", "16"]
     assert soak(parser().parse_args(small)) == []
     assert "all at zero" in capsys.readouterr().out
 
