@@ -6,7 +6,7 @@ import torch
 
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.ops.quantize_rows import QuantizedRows, quantize_rows, quantize_silu_mul
+from engine.ops.quantize_rows import QuantizedRows, quantize_rms_norm, quantize_rows, quantize_silu_mul
 from engine.ops.quantized_embedding import quantized_embedding
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
 from engine.ops.quantized_grouped import quantized_grouped_experts
@@ -14,6 +14,7 @@ from engine.ops.quantized_linear import quantized_linear
 from engine.ops.quantized_matmul import quantized_matmul, quantized_swiglu
 from engine.ops.quantized_weight import QuantizedWeight
 from engine.ops.route import route
+from engine.ops.router_logits import router_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,13 @@ class QuantizedLinear:
         *,
         is_prompt: bool = False,
     ) -> torch.Tensor:
-        """x         may be rounded already, where no norm is given and y has the residual's type
+        """x         rounded to 8 bits, once; or rounded already, where y has the type of self or of the residual
         residual  only where there is one matrix
         """
-        if isinstance(x, QuantizedRows):
-            assert norm is None and residual is not None
-            return quantized_linear(x, self.weights[0], residual.dtype, residual)
         if is_prompt:
             return self._of_prompt(norm(x) if norm else x, residual)
-        rows = quantize_rows(norm(x) if norm else x)
-        parts = [quantized_linear(rows, weight, self.dtype or x.dtype, residual) for weight in self.weights]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        like = residual if isinstance(x, QuantizedRows) else x
+        return quantized_linear(_rounded(x, norm), self.weights, self.dtype or like.dtype, residual)
 
     def _of_prompt(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         parts = [quantized_matmul(x, weight, self.dtype or x.dtype, residual) for weight in self.weights]
@@ -73,8 +70,8 @@ class QuantizedMlp:
     def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         if is_prompt:
             return quantized_matmul(quantized_swiglu(norm(x), self.gate_up), self.down, x.dtype, residual=x)
-        inner = quantized_linear(quantize_rows(norm(x)), self.gate_up, torch.float32)
-        return quantized_linear(quantize_silu_mul(inner), self.down, x.dtype, residual=x)
+        inner = quantized_linear(_rounded(x, norm), [self.gate_up], torch.float32)
+        return quantized_linear(quantize_silu_mul(inner), [self.down], x.dtype, residual=x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,19 @@ class QuantizedMoe:
     num_chosen: int
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
-        normed = norm(x)
+        if is_prompt:
+            return self._of_prompt(x, norm(x))
+        rows, logits = router_logits(x, norm.weight, norm.eps, self.router.weight)
+        return quantized_experts(rows, logits, self.experts, self.num_chosen, x.dtype, residual=x)
+
+    def _of_prompt(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         logits = self.router(normed).float()
         chosen, weights = route(logits[:, :-1], self.num_chosen)
         weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
-        if is_prompt:
-            return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
-        return quantized_experts(quantize_rows(normed), chosen, weights, self.experts, x.dtype, residual=x)
+        return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
+
+
+def _rounded(x: torch.Tensor | QuantizedRows, norm: RMSNorm | None) -> QuantizedRows:
+    if isinstance(x, QuantizedRows):
+        return x
+    return quantize_rms_norm(x, norm.weight, norm.eps) if norm else quantize_rows(x)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
+from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options
 from engine.ops.quantized_weight import GROUP
 
 
@@ -34,6 +34,18 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     return quantize_rows_reference(x)
 
 
+def quantize_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
+    """The same of x / sqrt(mean(x**2) + eps) * weight, which is never rounded to another type on the way.
+
+    The mean is that of integers: its bits depend on no order.
+
+    weight  [columns] fp32
+    """
+    if x.is_cuda:
+        return quantize_rms_norm_triton(x, weight, eps)
+    return quantize_rms_norm_reference(x, weight, eps)
+
+
 def quantize_silu_mul(x: torch.Tensor) -> QuantizedRows:
     """The same of silu(gate) * up.
 
@@ -53,6 +65,21 @@ def quantize_rows_reference(x: torch.Tensor) -> QuantizedRows:
     return QuantizedRows(values.flatten(-2), largest / 127, values.sum(-1, dtype=torch.int32))
 
 
+def quantize_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
+    wide = _wide(x)
+    rows = quantize_rows_reference(wide * weight.to(wide.dtype))
+    return QuantizedRows(rows.values, rows.scales * inverse_rms_reference(wide, eps), rows.sums)
+
+
+def inverse_rms_reference(wide: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x**2) + eps) of each row, from squares in units of 2**-40 of the largest.  return [rows, 1]"""
+    largest = wide.abs().amax(-1, keepdim=True)
+    shrunk = wide * torch.where(largest > 0, 1 / largest, 0)
+    total = (shrunk * shrunk * 2.0**40).to(torch.int64).sum(-1, keepdim=True).to(wide.dtype)
+    mean = total * 2.0**-40 / wide.shape[-1] * largest * largest
+    return 1 / torch.sqrt(mean + eps)
+
+
 def quantize_silu_mul_reference(x: torch.Tensor) -> QuantizedRows:
     gate, up = _wide(x).chunk(2, dim=-1)
     return quantize_rows_reference(torch.nn.functional.silu(gate) * up)
@@ -64,6 +91,17 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def quantize_rows_triton(x: torch.Tensor) -> QuantizedRows:
     return _launch_rows(x, x, x.shape[1], is_swiglu=False)
+
+
+def quantize_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
+    assert x.is_contiguous() and weight.is_contiguous()
+    rows = empty_rows(len(x), x.shape[1], x.device)
+    quantize_rms_norm_kernel[(len(x),)](
+        x, weight, rows.values, rows.scales, rows.sums, x.shape[1], eps,
+        BLOCK=triton.next_power_of_2(groups_of(x.shape[1])), PDL=has_dependent_launch(x.device),
+        **launch_options(x.device, 8),
+    )  # fmt: skip
+    return rows
 
 
 def quantize_silu_mul_triton(x: torch.Tensor) -> QuantizedRows:
@@ -83,8 +121,7 @@ def _launch_rows(x: torch.Tensor, other: torch.Tensor, columns: int, *, is_swigl
 
 
 def empty_rows(rows: int, columns: int, device: torch.device) -> QuantizedRows:
-    assert columns % GROUP == 0
-    groups = columns // GROUP
+    groups = groups_of(columns)
     return QuantizedRows(
         torch.empty(rows, columns, dtype=torch.int8, device=device),
         torch.empty(rows, groups, dtype=torch.float32, device=device),
@@ -93,20 +130,60 @@ def empty_rows(rows: int, columns: int, device: torch.device) -> QuantizedRows:
 
 
 @triton.jit
-def store_rounded(wide, values_ptr, scales_ptr, sums_ptr, row, first, groups, BLOCK: tl.constexpr):
-    """Rounds wide [BLOCK, 64], the groups of a row from `first` on."""
-    group = first + tl.arange(0, BLOCK)
-    mask = group < groups
+def round_groups(wide):
+    """wide [groups, 64]  ->  numbers from -127 to 127 [groups, 64] and scales [groups], all fp32"""
     largest = tl.max(tl.abs(wide), axis=1)
     top = tl.zeros_like(largest) + 127.0
     inverse = tl.where(largest > 0, tl.div_rn(top, tl.where(largest > 0, largest, 1.0)), 0.0)
     # adding and taking away 1.5 * 2**23 rounds to an integer, halves to even
-    rounded = (wide * inverse[:, None] + 12582912.0) - 12582912.0
+    return (wide * inverse[:, None] + 12582912.0) - 12582912.0, tl.div_rn(largest, top)
+
+
+@triton.jit
+def store_rounded(wide, values_ptr, scales_ptr, sums_ptr, row, first, groups, BLOCK: tl.constexpr):
+    """Rounds wide [BLOCK, 64], the groups of a row from `first` on."""
+    rounded, scales = round_groups(wide)
+    store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, first, groups, BLOCK)
+
+
+@triton.jit
+def store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, first, groups, BLOCK: tl.constexpr):
+    group = first + tl.arange(0, BLOCK)
+    mask = group < groups
     at = row.to(tl.int64) * groups + group
     element = tl.arange(0, 64)[None, :]
     tl.store(values_ptr + at[:, None] * 64 + element, rounded.to(tl.int8), mask=mask[:, None])
-    tl.store(scales_ptr + at, tl.div_rn(largest, top), mask=mask)
+    tl.store(scales_ptr + at, scales, mask=mask)
     tl.store(sums_ptr + at, tl.sum(rounded.to(tl.int32), axis=1), mask=mask)
+
+
+@triton.jit
+def inverse_rms(x, width, eps):
+    """Of one row x [groups, 64] fp32, zeros beyond its width: see inverse_rms_reference."""
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    one = tl.zeros_like(largest) + 1.0
+    shrunk = x * tl.where(largest > 0, tl.div_rn(one, tl.where(largest > 0, largest, 1.0)), 0.0)
+    # 2**40
+    total = tl.sum(tl.sum((shrunk * shrunk * 1099511627776.0).to(tl.int64), axis=1), axis=0).to(tl.float32)
+    mean = tl.div_rn(total * (1.0 / 1099511627776.0), width.to(tl.float32)) * largest * largest
+    return tl.div_rn(one, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def quantize_rms_norm_kernel(
+    x_ptr, weight_ptr, values_ptr, scales_ptr, sums_ptr, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    weight = tl.load(weight_ptr + at, mask=at < width, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row.to(tl.int64) * width + at, mask=at < width, other=0.0).to(tl.float32)
+    rounded, scales = round_groups(x * weight)
+    scales *= inverse_rms(x, width, eps)
+    store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, 0, width // 64, BLOCK)
 
 
 @triton.jit

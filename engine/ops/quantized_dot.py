@@ -24,6 +24,11 @@ def num_iterations(num_groups: int, segments: int) -> int:
     return -(-num_groups // segments)
 
 
+def ahead(iterations: int, most: int) -> int:
+    """How many iterations' weights a loop holds in registers: at most `most`, with few idle ones at its end."""
+    return -(-iterations // -(-iterations // most))
+
+
 def is_interpreted() -> bool:
     """The interpreter has no inline assembly and rounds a fused multiply-add twice."""
     return triton.knobs.runtime.interpret
@@ -170,3 +175,10 @@ def fold(acc, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
     acc = halve(acc, 4, WIDTH)
     acc = halve(acc, 2, WIDTH)
     return tl.reshape(halve(acc, 1, WIDTH), [WIDTH])
+
+
+@triton.jit
+def fold_tiles(acc, TILES: tl.constexpr, SEGMENTS: tl.constexpr):
+    """[TILES * SEGMENTS, 16], the segments of a tile beside each other  ->  [TILES * 16]"""
+    apart = tl.permute(tl.reshape(acc, [TILES, SEGMENTS, 16]), [1, 0, 2])
+    return fold(tl.reshape(apart, [SEGMENTS, TILES * 16]), SEGMENTS, TILES * 16)

@@ -11,7 +11,7 @@ from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, dequa
 def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """y[r] = W[token_ids[r]]
 
-    token_ids  [rows] int64
+    token_ids  [rows] int64; on a GPU those beyond the matrix count as its nearest row
     return     [rows, columns]  of dtype
     """
     if token_ids.is_cuda:
@@ -33,7 +33,7 @@ def quantized_embedding_triton(token_ids: torch.Tensor, weight: QuantizedWeight,
     groups = weight.columns // GROUP
     y = torch.empty(len(token_ids), weight.columns, dtype=dtype, device=token_ids.device)
     quantized_embedding_kernel[(len(token_ids), triton.cdiv(groups, 16))](
-        token_ids, weight.words.view(torch.int8), weight.scales, y, groups,
+        token_ids, weight.words.view(torch.int8), weight.scales, y, weight.rows, groups,
         BITS=weight.bits, BLOCK=16, PDL=has_dependent_launch(y.device), **launch_options(y.device, 4),
     )  # fmt: skip
     return y
@@ -41,13 +41,15 @@ def quantized_embedding_triton(token_ids: torch.Tensor, weight: QuantizedWeight,
 
 @triton.jit
 def quantized_embedding_kernel(
-    token_ids_ptr, bytes_ptr, scales_ptr, y_ptr, groups, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    token_ids_ptr, bytes_ptr, scales_ptr, y_ptr, rows, groups, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     place = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids_ptr + place)
+    # a row of padding holds anything
+    token_id = tl.minimum(tl.maximum(tl.load(token_ids_ptr + place), 0), rows - 1)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, 64)[None, :]
     mask = (group < groups)[:, None]

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.ops.quantize_rows import QuantizedRows, quantize_rows_reference, quantize_rows_triton
+from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
 from engine.ops.quantized_dot import (
     add_group,
     add_groups_reference,
+    ahead,
     fold,
+    fold_tiles,
     group_sums_reference,
     groups_of,
     has_dependent_launch,
@@ -25,7 +27,8 @@ from engine.ops.quantized_dot import (
     num_segments,
 )
 from engine.ops.quantized_linear import quantized_linear_reference
-from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, unpack
+from engine.ops.quantized_weight import GROUP, QuantizedWeight, unpack
+from engine.ops.route import choose, choose_at, chosen_at, route
 
 _REFERENCE_ROWS = 32
 
@@ -46,34 +49,36 @@ class QuantizedExperts:
 
 def quantized_experts(
     x: QuantizedRows,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    logits: torch.Tensor,
     experts: QuantizedExperts,
+    num_chosen: int,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[r] = sum_j weights[r, j] * down_e q(silu(gate_e x[r]) * up_e x[r]) (+ residual),  e = chosen[r, j]
+    """y[r] = sum_j weight_j * down_e q(silu(gate_e x[r]) * up_e x[r]) (+ residual),  e the experts that route chooses
 
-    The last j is the shared expert; q rounds to 8 bits as quantize_rows does.
+    and, as the last j, the shared expert by the sigmoid of its logit; q rounds to 8 bits as quantize_rows does.
 
-    chosen    [rows, num_chosen] int64
-    weights   [rows, num_chosen + 1] fp32
+    logits    [rows, experts + 1] fp32, the last that of the shared expert
     residual  [rows, hidden]
     return    [rows, hidden]  of dtype; the bits of a row do not depend on the rows beside it
+    bounds    num_chosen <= 8
     """
     if x.values.is_cuda:
-        return quantized_experts_triton(x, chosen, weights, experts, dtype, residual)
-    return quantized_experts_reference(x, chosen, weights, experts, dtype, residual)
+        return quantized_experts_triton(x, logits, experts, num_chosen, dtype, residual)
+    return quantized_experts_reference(x, logits, experts, num_chosen, dtype, residual)
 
 
 def quantized_experts_reference(
     x: QuantizedRows,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    logits: torch.Tensor,
     experts: QuantizedExperts,
+    num_chosen: int,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    chosen, weights = route(logits[:, :-1], num_chosen)
+    weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
     parts = []
     for start in range(0, len(chosen), _REFERENCE_ROWS):
         part = slice(start, start + _REFERENCE_ROWS)
@@ -94,7 +99,7 @@ def _few_rows_reference(
         gate_up = experts.shared_gate_up if expert is None else experts.gate_up[expert]
         down = experts.shared_down if expert is None else experts.down[expert]
         row, slot = _places(chosen, expert)
-        gate, up = quantized_linear_reference(_take(x, row), gate_up, dtype).chunk(2, dim=-1)
+        gate, up = quantized_linear_reference(_take(x, row), [gate_up], dtype).chunk(2, dim=-1)
         inner = quantize_rows_reference(F.silu(gate) * up)
         codes, scales = unpack(down)
         sums[slot, :, row] = group_sums_reference(inner.values.view(len(row), groups, -1), codes).movedim(0, 1)
@@ -118,62 +123,72 @@ def _take(x: QuantizedRows, row: torch.Tensor) -> QuantizedRows:
 
 def quantized_experts_triton(
     x: QuantizedRows,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    logits: torch.Tensor,
     experts: QuantizedExperts,
+    num_chosen: int,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
-    is_early: bool = False,
 ) -> torch.Tensor:
-    """is_early  reads the down matrices while the gates still run; only with dependent launch"""
-    assert chosen.is_contiguous() and weights.is_contiguous() and (residual is None or residual.is_contiguous())
-    inner = quantize_rows_triton(_swiglu(x, chosen, experts))
-    rows, num_chosen = chosen.shape
-    groups = groups_of(experts.width)
+    assert num_chosen <= 8 and logits.is_contiguous() and (residual is None or residual.is_contiguous())
+    inner = experts_swiglu_triton(x, logits, experts, num_chosen)
+    rows, groups = len(logits), groups_of(experts.width)
     segments = num_segments(num_chosen * groups)
-    y = torch.empty(rows, experts.down.rows, dtype=dtype, device=x.values.device)
-    pdl = has_dependent_launch(y.device)
+    y = torch.empty(rows, experts.down.rows, dtype=dtype, device=logits.device)
     experts_down_kernel[(experts.down.words.shape[-5], rows)](
-        inner.values.view(torch.int32), inner.scales, inner.sums, chosen, weights,
+        inner.values.view(torch.int32), inner.scales, inner.sums, logits,
         experts.down.words, experts.down.scales, experts.shared_down.words, experts.shared_down.scales,
-        y if residual is None else residual, y, experts.down.rows, groups,
+        y if residual is None else residual, y, experts.down.rows, groups, logits.shape[1] - 1,
         CHOSEN=num_chosen, BITS=experts.down.bits, SHARED_BITS=experts.shared_down.bits, SEGMENTS=segments,
         ITERATIONS=num_iterations(num_chosen * groups, segments), SHARED_ITERATIONS=num_iterations(groups, segments),
-        HAS_RESIDUAL=residual is not None, PDL=pdl, EARLY=pdl and is_early, INTERPRETED=is_interpreted(),
-        **launch_options(y.device, segments // 2),
+        HAS_RESIDUAL=residual is not None, **_choice_options(logits, segments // 2),
     )  # fmt: skip
     return y
 
 
-def _swiglu(x: QuantizedRows, chosen: torch.Tensor, experts: QuantizedExperts) -> torch.Tensor:
-    """[rows * (num_chosen + 1), width] fp32"""
-    rows, num_chosen = chosen.shape
-    assert experts.width % TILE_ROWS == 0
+def experts_swiglu_triton(
+    x: QuantizedRows,
+    logits: torch.Tensor,
+    experts: QuantizedExperts,
+    num_chosen: int,
+    num_warps: int = 8,
+    most: int = 2,
+) -> QuantizedRows:
+    """q(silu(gate x) * up x) of the experts of each row, the shared one last: rows * (num_chosen + 1) rows"""
     groups = groups_of(experts.gate_up.columns)
     segments = num_segments(groups)
-    inner = torch.empty(rows * (num_chosen + 1), experts.width, dtype=torch.float32, device=x.values.device)
-    experts_swiglu_kernel[(experts.width // TILE_ROWS, len(inner))](
-        x.values.view(torch.int32), x.scales, x.sums, chosen,
+    iterations = num_iterations(groups, segments)
+    places = len(logits) * (num_chosen + 1)
+    inner = empty_rows(places, experts.width, logits.device)
+    experts_swiglu_kernel[(experts.width // GROUP, places)](
+        x.values.view(torch.int32), x.scales, x.sums, logits,
         experts.gate_up.words, experts.gate_up.scales, experts.shared_gate_up.words, experts.shared_gate_up.scales,
-        inner, experts.width // TILE_ROWS, groups,
+        inner.values, inner.scales, inner.sums, experts.width // GROUP, groups, logits.shape[1] - 1,
         CHOSEN=num_chosen, BITS=experts.gate_up.bits, SHARED_BITS=experts.shared_gate_up.bits, SEGMENTS=segments,
-        ITERATIONS=num_iterations(groups, segments), PDL=has_dependent_launch(inner.device),
-        INTERPRETED=is_interpreted(), **launch_options(inner.device, segments // 2),
+        ITERATIONS=iterations, AHEAD=ahead(iterations, most * 4 // experts.gate_up.bits),
+        SHARED_AHEAD=ahead(iterations, most * 4 // experts.shared_gate_up.bits),
+        **_choice_options(logits, num_warps),
     )  # fmt: skip
     return inner
 
 
+def _choice_options(logits: torch.Tensor, num_warps: int) -> dict[str, object]:
+    return {
+        "BLOCK": 32 * triton.cdiv(logits.shape[1] - 1, 32),
+        "PDL": has_dependent_launch(logits.device),
+        "INTERPRETED": is_interpreted(),
+        **launch_options(logits.device, num_warps),
+    }
+
+
 @triton.jit
 def experts_swiglu_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, chosen_ptr, words_ptr, scales_ptr, shared_words_ptr, shared_scales_ptr, inner_ptr,
-    width_tiles, groups, CHOSEN: tl.constexpr, BITS: tl.constexpr, SHARED_BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, x_scales_ptr, x_sums_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr, shared_scales_ptr,
+    values_ptr, value_scales_ptr, value_sums_ptr, width_groups, groups, experts,
+    CHOSEN: tl.constexpr, BITS: tl.constexpr, SHARED_BITS: tl.constexpr, SEGMENTS: tl.constexpr,
+    ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, SHARED_AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        # after the wait: whoever starts then may read what the router wrote
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
+    block = tl.program_id(0)
     place = tl.program_id(1)
     row = place // (CHOSEN + 1)
     slot = place % (CHOSEN + 1)
@@ -181,104 +196,152 @@ def experts_swiglu_kernel(
     x_scales_ptr += row * groups
     x_sums_ptr += row * groups
     if slot == CHOSEN:
-        inner = swiglu_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, shared_words_ptr, shared_scales_ptr, tile, width_tiles, groups,
-            SHARED_BITS, SEGMENTS, ITERATIONS, INTERPRETED,
+        # these weights are read before the activations are there
+        inner = swiglu_block(
+            x_ptr, x_scales_ptr, x_sums_ptr, shared_words_ptr, shared_scales_ptr, 0, block, width_groups, groups,
+            SHARED_BITS, SEGMENTS, ITERATIONS, SHARED_AHEAD, PDL, INTERPRETED,
         )  # fmt: skip
     else:
-        expert = tl.load(chosen_ptr + row * CHOSEN + slot).to(tl.int32)
-        inner = swiglu_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, expert * (2 * width_tiles) + tile, width_tiles,
-            groups, BITS, SEGMENTS, ITERATIONS, INTERPRETED,
+        if PDL:
+            # after the wait: whoever starts then may read the logits
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        expert = choose_at(logits_ptr + row * (experts + 1), experts, slot, BLOCK)
+        inner = swiglu_block(
+            x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
+            BITS, SEGMENTS, ITERATIONS, AHEAD, False, INTERPRETED,
         )  # fmt: skip
-    tl.store(inner_ptr + (place * width_tiles + tile).to(tl.int64) * 16 + tl.arange(0, 16), inner)
+    store_rounded(inner[None, :], values_ptr, value_scales_ptr, value_sums_ptr, place, block, width_groups, 1)
 
 
 @triton.jit
-def swiglu_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, tile, width_tiles, groups,
-    BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, INTERPRETED: tl.constexpr,
+def swiglu_block(
+    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
+    BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, WAIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of the 16 rows of a tile, whose up stands width_tiles below its gate."""
-    segment = tl.arange(0, SEGMENTS)
-    words = ()
-    scales = ()
-    for i in tl.static_range(ITERATIONS):
-        group = (segment + i * SEGMENTS)[:, None]
-        for half in tl.static_range(2):
-            at = (tile + half * width_tiles) * groups + group
-            words = words + (load_words(words_ptr, at, group < groups, BITS),)
-            scales = scales + (load_scales(scales_ptr, at, group < groups),)
-    gate = tl.zeros([SEGMENTS, 16], tl.float32)
-    up = tl.zeros([SEGMENTS, 16], tl.float32)
-    for i in tl.static_range(ITERATIONS):
+    """silu(gate) * up of 64 rows, which are four tiles side by side: [64]"""
+    lane = tl.arange(0, 4 * SEGMENTS)
+    gate_tile = (expert * 2 * width_groups + block) * 4 + lane // SEGMENTS
+    up_tile = gate_tile + 4 * width_groups
+    segment = lane % SEGMENTS
+    weights = ()
+    for i in tl.static_range(AHEAD):
         group = segment + i * SEGMENTS
-        mask = group < groups
-        gate = add_group(
-            gate, words[2 * i], scales[2 * i], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0, INTERPRETED, BITS
-        )
-        up = add_group(
-            up, words[2 * i + 1], scales[2 * i + 1], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0,
-            INTERPRETED, BITS,
-        )  # fmt: skip
-    folded = fold(gate, SEGMENTS, 16)
-    return folded * tl.sigmoid(folded) * fold(up, SEGMENTS, 16)
+        weights = weights + (load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS),)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.zeros([4 * SEGMENTS, 16], tl.float32)
+    up = tl.zeros([4 * SEGMENTS, 16], tl.float32)
+    if ITERATIONS == AHEAD:
+        for i in tl.static_range(AHEAD):
+            gate, up = add_pair(
+                gate, up, weights[i], x_ptr, x_scales_ptr, x_sums_ptr, segment + i * SEGMENTS, groups, BITS, INTERPRETED
+            )
+    else:
+        for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
+            next_weights = ()
+            for i in tl.static_range(AHEAD):
+                group = segment + (start + i) * SEGMENTS
+                gate, up = add_pair(
+                    gate, up, weights[i], x_ptr, x_scales_ptr, x_sums_ptr, group, groups, BITS, INTERPRETED
+                )
+                group += AHEAD * SEGMENTS
+                next_weights = next_weights + (
+                    load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS),
+                )
+            weights = next_weights
+    folded = fold_tiles(gate, 4, SEGMENTS)
+    return folded * tl.sigmoid(folded) * fold_tiles(up, 4, SEGMENTS)
+
+
+@triton.jit
+def load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS: tl.constexpr):
+    mask = (group < groups)[:, None]
+    gate = (gate_tile * groups + group)[:, None]
+    up = (up_tile * groups + group)[:, None]
+    return (
+        load_words(words_ptr, gate, mask, BITS), load_scales(scales_ptr, gate, mask),
+        load_words(words_ptr, up, mask, BITS), load_scales(scales_ptr, up, mask),
+    )  # fmt: skip
+
+
+@triton.jit
+def add_pair(
+    gate, up, weights, x_ptr, x_scales_ptr, x_sums_ptr, group, groups, BITS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    mask = group < groups
+    gate = add_group(gate, weights[0], weights[1], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0, INTERPRETED, BITS)
+    up = add_group(up, weights[2], weights[3], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0, INTERPRETED, BITS)
+    return gate, up
 
 
 @triton.jit
 def experts_down_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, chosen_ptr, weights_ptr, words_ptr, scales_ptr, shared_words_ptr,
-    shared_scales_ptr, residual_ptr, y_ptr, outputs, groups,
+    x_ptr, x_scales_ptr, x_sums_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr,
+    shared_scales_ptr, residual_ptr, y_ptr, outputs, groups, experts,
     CHOSEN: tl.constexpr, BITS: tl.constexpr, SHARED_BITS: tl.constexpr, SEGMENTS: tl.constexpr,
     ITERATIONS: tl.constexpr, SHARED_ITERATIONS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
+        # only experts_swiglu_kernel stands before this one, and the logits were there before that began
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     row = tl.program_id(1)
     segment = tl.arange(0, SEGMENTS)
     tiles = tl.num_programs(0)
-    # the groups of a row's experts stand one after the other, as if they were of one long row
     words = ()
     scales = ()
-    for i in tl.static_range(ITERATIONS):
-        at = segment + i * SEGMENTS
-        mask = at < CHOSEN * groups
-        # past the first cache, which may hold what stood there for another layer
-        expert = tl.load(chosen_ptr + row * CHOSEN + at // groups, mask=mask, other=0, cache_modifier=".cg")
-        tile_group = (expert.to(tl.int32) * tiles + tile) * groups + at % groups
-        words = words + (load_words(words_ptr, tile_group[:, None], mask[:, None], BITS),)
-        scales = scales + (load_scales(scales_ptr, tile_group[:, None], mask[:, None]),)
     for i in tl.static_range(SHARED_ITERATIONS):
         group = (segment + i * SEGMENTS)[:, None]
         words = words + (load_words(shared_words_ptr, tile * groups + group, group < groups, SHARED_BITS),)
         scales = scales + (load_scales(shared_scales_ptr, tile * groups + group, group < groups),)
-    if EARLY:
+    logits_ptr += row * (experts + 1)
+    chosen = choose(logits_ptr, experts, CHOSEN, BLOCK)
+    # the groups of a row's experts stand one after the other, as if they were of one long row
+    for i in tl.static_range(ITERATIONS):
+        at = segment + i * SEGMENTS
+        mask = (at < CHOSEN * groups)[:, None]
+        expert = chosen_at(chosen, at // groups, CHOSEN)
+        tile_group = ((expert * tiles + tile) * groups + at % groups)[:, None]
+        words = words + (load_words(words_ptr, tile_group, mask, BITS),)
+        scales = scales + (load_scales(scales_ptr, tile_group, mask),)
+    top = tl.load(logits_ptr + chosen[0], cache_modifier=".cg")
+    total = tl.exp(top - top)
+    for j in tl.static_range(1, CHOSEN):
+        total += tl.exp(tl.load(logits_ptr + chosen[j], cache_modifier=".cg") - top)
+    shared_weight = tl.sigmoid(tl.load(logits_ptr + experts, cache_modifier=".cg"))
+    if PDL:
         tl.extra.cuda.gdc_wait()
-    first = row * (CHOSEN + 1) * groups
-    x_ptr += first * 16
-    x_scales_ptr += first
-    x_sums_ptr += first
-    weights_ptr += row * (CHOSEN + 1)
+    place = row * (CHOSEN + 1) * groups
+    x_ptr += place * 16
+    x_scales_ptr += place
+    x_sums_ptr += place
+    column = tile * 16 + tl.arange(0, 16)
+    y_at = row.to(tl.int64) * outputs + column
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + y_at, mask=column < outputs, other=0.0).to(tl.float32)
     acc = tl.zeros([SEGMENTS, 16], tl.float32)
     for i in tl.static_range(ITERATIONS):
         at = segment + i * SEGMENTS
-        mask = at < CHOSEN * groups
-        weight = tl.load(weights_ptr + at // groups, mask=mask, other=0.0)
-        acc = add_group(acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, at, mask, weight, INTERPRETED, BITS)
+        expert = chosen_at(chosen, at // groups, CHOSEN)
+        weight = tl.div_rn(
+            tl.exp(tl.load(logits_ptr + expert, cache_modifier=".cg") - top),
+            total + tl.zeros_like(expert).to(tl.float32),
+        )
+        acc = add_group(
+            acc, words[SHARED_ITERATIONS + i], scales[SHARED_ITERATIONS + i], x_ptr, x_scales_ptr, x_sums_ptr, at,
+            at < CHOSEN * groups, weight, INTERPRETED, BITS,
+        )  # fmt: skip
     for i in tl.static_range(SHARED_ITERATIONS):
         group = segment + i * SEGMENTS
-        weight = tl.load(weights_ptr + CHOSEN)
         acc = add_group(
-            acc, words[ITERATIONS + i], scales[ITERATIONS + i], x_ptr, x_scales_ptr, x_sums_ptr,
-            CHOSEN * groups + group, group < groups, weight, INTERPRETED, SHARED_BITS,
+            acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, CHOSEN * groups + group, group < groups,
+            shared_weight, INTERPRETED, SHARED_BITS,
         )  # fmt: skip
     y = fold(acc, SEGMENTS, 16)
-    column = tile * 16 + tl.arange(0, 16)
-    at = row.to(tl.int64) * outputs + column
     if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=column < outputs, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=column < outputs)
+        y += residual
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=column < outputs)

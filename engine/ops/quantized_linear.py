@@ -1,6 +1,8 @@
-"""Products of 8-bit activations with a quantised matrix."""
+"""Products of 8-bit activations with quantised matrices."""
 
 # ruff: noqa: RUF005 - kernels have no starred expressions
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -10,6 +12,7 @@ from engine.ops.quantize_rows import QuantizedRows
 from engine.ops.quantized_dot import (
     add_group,
     add_groups_reference,
+    ahead,
     fold,
     group_sums_reference,
     groups_of,
@@ -24,180 +27,304 @@ from engine.ops.quantized_dot import (
 )
 from engine.ops.quantized_weight import QuantizedWeight, unpack
 
-_MAX_ROWS = 32
+_FEW_ROWS = 4
 
 
 def quantized_linear(
-    x: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: QuantizedRows,
+    weights: Sequence[QuantizedWeight],
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = W x (+ residual), x and W as the numbers they stand for
 
+    weights   one matrix, or two of other bits that stand one above the other
     residual  [rows, outputs]
     return    [rows, outputs]  of dtype; sums of a group are exact, groups are added in the order of quantized_dot,
               in at least fp32, so that the bits of a row do not depend on the rows beside it
     """
     if x.values.is_cuda:
-        return quantized_linear_triton(x, weight, dtype, residual)
-    return quantized_linear_reference(x, weight, dtype, residual)
+        return quantized_linear_triton(x, weights, dtype, residual)
+    return quantized_linear_reference(x, weights, dtype, residual)
 
 
 def quantized_linear_reference(
-    x: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: QuantizedRows,
+    weights: Sequence[QuantizedWeight],
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    y = torch.cat([_one_reference(x, weight) for weight in weights], dim=-1)
+    return (y if residual is None else y + residual.to(y.dtype)).to(dtype)
+
+
+def _one_reference(x: QuantizedRows, weight: QuantizedWeight) -> torch.Tensor:
     codes, scales = unpack(weight)
     rows, groups = x.scales.shape
     sums = group_sums_reference(x.values.view(rows, groups, -1), codes)
     factors = x.scales.T.unsqueeze(2) * scales.to(x.scales.dtype).T.unsqueeze(1)
-    y = add_groups_reference([(sums, factors)], num_segments(groups))
-    return (y if residual is None else y + residual.to(y.dtype)).to(dtype)
+    return add_groups_reference([(sums, factors)], num_segments(groups))
 
 
 def quantized_linear_triton(
     x: QuantizedRows,
-    weight: QuantizedWeight,
+    weights: Sequence[QuantizedWeight],
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
     segments: int | None = None,
     num_rows: int | None = None,
 ) -> torch.Tensor:
     """segments, num_rows  only for measurements: another order, and rows that a program takes (1, 2, 4, 8, 16, 32)"""
-    y = torch.empty(len(x.values), weight.rows, dtype=dtype, device=x.values.device)
-    for start in range(0, len(y), _MAX_ROWS):
-        part = slice(start, start + _MAX_ROWS)
-        rows = QuantizedRows(x.values[part], x.scales[part], x.sums[part])
-        _launch(rows, weight, y[part], None if residual is None else residual[part], segments, num_rows)
-    return y
-
-
-def _launch(
-    x: QuantizedRows,
-    weight: QuantizedWeight,
-    y: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: int | None,
-    num_rows: int | None,
-) -> None:
+    assert len(weights) <= 2 and all(weight.columns == x.values.shape[1] for weight in weights)
     assert residual is None or residual.is_contiguous()
-    groups = groups_of(weight.columns)
-    segments = segments or num_segments(groups)
+    outputs = sum(weight.rows for weight in weights)
+    y = torch.empty(len(x.values), outputs, dtype=dtype, device=x.values.device)
+    segments = segments or num_segments(groups_of(weights[0].columns))
     num_rows = num_rows or rows_of_program(len(y))
-    is_few = num_rows <= 4
-    kernel = linear_few_rows_kernel if is_few else linear_rows_kernel
-    kernel[(weight.words.shape[0], triton.cdiv(len(y), num_rows))](
-        x.values.view(torch.int32) if is_few else x.values, x.scales, x.sums,
-        weight.words if is_few else weight.words.view(torch.int8), weight.scales,
-        y if residual is None else residual, y, len(y), weight.rows, groups,
-        ROWS=num_rows, BITS=weight.bits, SEGMENTS=segments, ITERATIONS=num_iterations(groups, segments), AHEAD=4,
-        HAS_RESIDUAL=residual is not None, PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(),
-        **launch_options(y.device, segments // 2),
-    )  # fmt: skip
+    if num_rows <= _FEW_ROWS:
+        _launch_few_rows(x, weights, y, residual, segments, num_rows)
+        return y
+    for weight, first_column in zip(weights, (0, weights[0].rows), strict=False):
+        _launch_rows(x, weight, y, first_column, residual, segments, num_rows)
+    return y
 
 
 def rows_of_program(rows: int) -> int:
     """Up to 4: dp4a on the ordinary cores; more: matrix instructions, which take 8, 16 or 32."""
-    return triton.next_power_of_2(rows)
+    return min(32, triton.next_power_of_2(rows))
+
+
+def _launch_few_rows(
+    x: QuantizedRows,
+    weights: Sequence[QuantizedWeight],
+    y: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: int,
+    num_rows: int,
+) -> None:
+    first, last = weights[0], weights[-1]
+    groups = groups_of(first.columns)
+    iterations = num_iterations(groups, segments)
+    tiles = sum(weight.words.shape[0] for weight in weights)
+    # code grows with rows and iterations: fewer are taken at a time
+    most = 24 if num_rows == 1 else 16
+    linear_few_rows_kernel[(tiles, triton.cdiv(len(y), num_rows))](
+        x.values.view(torch.int32), x.scales, x.sums, first.words, first.scales, last.words, last.scales,
+        y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups, first.words.shape[0],
+        ROWS=num_rows, BITS=first.bits, LAST_BITS=last.bits, IS_PAIR=len(weights) == 2, SEGMENTS=segments,
+        ITERATIONS=iterations, AHEAD=ahead(iterations, most // first.bits),
+        LAST_AHEAD=ahead(iterations, most // last.bits), HAS_RESIDUAL=residual is not None,
+        PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(),
+        **launch_options(y.device, segments // 2),
+    )  # fmt: skip
+
+
+def _launch_rows(
+    x: QuantizedRows,
+    weight: QuantizedWeight,
+    y: torch.Tensor,
+    first_column: int,
+    residual: torch.Tensor | None,
+    segments: int,
+    num_rows: int,
+) -> None:
+    groups = groups_of(weight.columns)
+    iterations = num_iterations(groups, segments)
+    linear_rows_kernel[(weight.words.shape[0], triton.cdiv(len(y), num_rows))](
+        x.values, x.scales, x.sums, weight.words.view(torch.int8), weight.scales,
+        y if residual is None else residual, y, len(y), y.shape[1], first_column, weight.rows, groups,
+        ROWS=num_rows, BITS=weight.bits, SEGMENTS=segments, ITERATIONS=iterations,
+        AHEAD=ahead(iterations, min(4, 32 // num_rows)), HAS_RESIDUAL=residual is not None,
+        PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(), **launch_options(y.device, segments // 2),
+    )  # fmt: skip
 
 
 @triton.jit
 def linear_few_rows_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr, rows, outputs, groups,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
+    rows, outputs, first_outputs, groups, first_tiles,
+    ROWS: tl.constexpr, BITS: tl.constexpr, LAST_BITS: tl.constexpr, IS_PAIR: tl.constexpr, SEGMENTS: tl.constexpr,
+    ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, LAST_AHEAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    first = tl.program_id(1) * ROWS
-    segment = tl.arange(0, SEGMENTS)
-    # weights are read before the activations are there
+    if IS_PAIR:
+        if tile >= first_tiles:
+            linear_tile(
+                x_ptr, x_scales_ptr, x_sums_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
+                rows, outputs, first_outputs, outputs - first_outputs, groups, tile - first_tiles,
+                ROWS, LAST_BITS, SEGMENTS, ITERATIONS, LAST_AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+            )  # fmt: skip
+        else:
+            linear_tile(
+                x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+                rows, outputs, 0, first_outputs, groups, tile,
+                ROWS, BITS, SEGMENTS, ITERATIONS, AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+            )  # fmt: skip
+    else:
+        linear_tile(
+            x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+            rows, outputs, 0, first_outputs, groups, tile,
+            ROWS, BITS, SEGMENTS, ITERATIONS, AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def linear_tile(
+    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+    rows, outputs, first_column, columns, groups, tile,
+    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile of a matrix whose outputs are the columns of y from first_column on."""
+    # as many weights as registers hold are read before the activations are there
     words = ()
     scales = ()
-    for i in tl.static_range(min(AHEAD, ITERATIONS)):
-        group = (segment + i * SEGMENTS)[:, None]
-        words = words + (load_words(words_ptr, tile * groups + group, group < groups, BITS),)
-        scales = scales + (load_scales(scales_ptr, tile * groups + group, group < groups),)
+    for i in tl.static_range(AHEAD):
+        words = words + (load_iteration(words_ptr, tile, i, groups, BITS, SEGMENTS),)
+        scales = scales + (load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS),)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = ()
-    for _ in tl.static_range(ROWS):
-        acc = acc + (tl.zeros([SEGMENTS, 16], tl.float32),)
-    for i in tl.static_range(ITERATIONS):
-        if i + AHEAD < ITERATIONS:
-            next_group = (segment + (i + AHEAD) * SEGMENTS)[:, None]
-            words = words + (load_words(words_ptr, tile * groups + next_group, next_group < groups, BITS),)
-            scales = scales + (load_scales(scales_ptr, tile * groups + next_group, next_group < groups),)
-        group = segment + i * SEGMENTS
-        added = ()
-        for r in tl.static_range(ROWS):
-            row = first + r
-            mask = group < tl.where(row < rows, groups, 0)
-            added = added + (
-                add_group(
-                    acc[r], words[i], scales[i], x_ptr + row * groups * 16, x_scales_ptr + row * groups,
-                    x_sums_ptr + row * groups, group, mask, 1.0, INTERPRETED, BITS,
-                ),
-            )  # fmt: skip
-        acc = added
+    first = tl.program_id(1) * ROWS
     column = tile * 16 + tl.arange(0, 16)
+    acc = ()
+    added = ()
+    for r in tl.static_range(ROWS):
+        acc = acc + (tl.zeros([SEGMENTS, 16], tl.float32),)
+        if HAS_RESIDUAL:
+            at = (first + r).to(tl.int64) * outputs + first_column + column
+            mask = column < tl.where(first + r < rows, columns, 0)
+            added = added + (tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32),)
+    if ITERATIONS == AHEAD:
+        for i in tl.static_range(AHEAD):
+            acc = add_iteration(
+                acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, rows, first, i, groups,
+                ROWS, BITS, SEGMENTS, INTERPRETED,
+            )  # fmt: skip
+    else:
+        for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
+            next_words = ()
+            next_scales = ()
+            for i in tl.static_range(AHEAD):
+                acc = add_iteration(
+                    acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, rows, first, start + i, groups,
+                    ROWS, BITS, SEGMENTS, INTERPRETED,
+                )  # fmt: skip
+                # groups beyond the last are masked
+                after = start + AHEAD + i
+                next_words = next_words + (load_iteration(words_ptr, tile, after, groups, BITS, SEGMENTS),)
+                next_scales = next_scales + (load_iteration_scales(scales_ptr, tile, after, groups, SEGMENTS),)
+            words = next_words
+            scales = next_scales
     for r in tl.static_range(ROWS):
         y = fold(acc[r], SEGMENTS, 16)
-        at = (first + r).to(tl.int64) * outputs + column
-        mask = column < tl.where(first + r < rows, outputs, 0)
         if HAS_RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            y += added[r]
+        at = (first + r).to(tl.int64) * outputs + first_column + column
+        mask = column < tl.where(first + r < rows, columns, 0)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def add_iteration(
+    acc, words, scales, x_ptr, x_scales_ptr, x_sums_ptr, rows, first, i, groups,
+    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """acc, [SEGMENTS, 16] for each row, plus the i-th group of every segment."""
+    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
+    sums = ()
+    for r in tl.static_range(ROWS):
+        row = first + r
+        mask = group < tl.where(row < rows, groups, 0)
+        sums = sums + (
+            add_group(
+                acc[r], words, scales, x_ptr + row * groups * 16, x_scales_ptr + row * groups,
+                x_sums_ptr + row * groups, group, mask, 1.0, INTERPRETED, BITS,
+            ),
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def load_iteration(words_ptr, tile, i, groups, BITS: tl.constexpr, SEGMENTS: tl.constexpr):
+    group = (tl.arange(0, SEGMENTS) + i * SEGMENTS)[:, None]
+    return load_words(words_ptr, tile * groups + group, group < groups, BITS)
+
+
+@triton.jit
+def load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS: tl.constexpr):
+    group = (tl.arange(0, SEGMENTS) + i * SEGMENTS)[:, None]
+    return load_scales(scales_ptr, tile * groups + group, group < groups)
+
+
+@triton.jit
 def linear_rows_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, bytes_ptr, scales_ptr, residual_ptr, y_ptr, rows, outputs, groups,
+    x_ptr, x_scales_ptr, x_sums_ptr, bytes_ptr, scales_ptr, residual_ptr, y_ptr,
+    rows, outputs, first_column, columns, groups,
     ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    segment = tl.arange(0, SEGMENTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = ()
     scales = ()
-    for i in tl.static_range(min(AHEAD, ITERATIONS)):
-        group = segment + i * SEGMENTS
-        tiles = tiles + (load_bytes(bytes_ptr, tile * groups + group, group < groups, BITS),)
-        scales = scales + (load_scales(scales_ptr, (tile * groups + group)[:, None], (group < groups)[:, None]),)
+    for i in tl.static_range(AHEAD):
+        tiles = tiles + (load_tile(bytes_ptr, tile, i, groups, BITS, SEGMENTS),)
+        scales = scales + (load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros([SEGMENTS, 16, ROWS], tl.float32)
-    for i in tl.static_range(ITERATIONS):
-        if i + AHEAD < ITERATIONS:
-            next_group = segment + (i + AHEAD) * SEGMENTS
-            next_mask = next_group < groups
-            tiles = tiles + (load_bytes(bytes_ptr, tile * groups + next_group, next_mask, BITS),)
-            scales = scales + (load_scales(scales_ptr, (tile * groups + next_group)[:, None], next_mask[:, None]),)
-        group = segment + i * SEGMENTS
-        mask = (group < groups)[:, None] & (row < rows)[None, :]
-        sums = dot_tile(tiles[i], x_ptr, row, group, groups, mask, INTERPRETED, BITS)
-        at = row[None, :] * groups + group[:, None]
-        if BITS == 4:
-            sums -= 8 * tl.load(x_sums_ptr + at, mask=mask, other=0)[:, None, :]
-        x_scales = tl.load(x_scales_ptr + at, mask=mask, other=0.0)
-        acc = multiply_add(sums.to(tl.float32), scales[i][:, :, None] * x_scales[:, None, :], acc, INTERPRETED)
+    for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
+        next_tiles = ()
+        next_scales = ()
+        for i in tl.static_range(AHEAD):
+            acc = add_tile(
+                acc, tiles[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, row, rows, start + i, groups,
+                BITS, SEGMENTS, INTERPRETED,
+            )  # fmt: skip
+            # groups beyond the last are masked
+            after = start + AHEAD + i
+            next_tiles = next_tiles + (load_tile(bytes_ptr, tile, after, groups, BITS, SEGMENTS),)
+            next_scales = next_scales + (load_iteration_scales(scales_ptr, tile, after, groups, SEGMENTS),)
+        tiles = next_tiles
+        scales = next_scales
     y = tl.reshape(fold(tl.reshape(acc, [SEGMENTS, 16 * ROWS]), SEGMENTS, 16 * ROWS), [16, ROWS])
     column = tile * 16 + tl.arange(0, 16)[:, None]
-    at = row[None, :].to(tl.int64) * outputs + column
-    mask = (row < rows)[None, :] & (column < outputs)
+    at = row[None, :].to(tl.int64) * outputs + first_column + column
+    mask = (row < rows)[None, :] & (column < columns)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_bytes(bytes_ptr, tile_groups, mask, BITS: tl.constexpr):
-    """The 16 rows of a group for each of tile_groups [S]: [S, 16, 8 * BITS] int8."""
+def add_tile(
+    acc, tile, scales, x_ptr, x_scales_ptr, x_sums_ptr, row, rows, i, groups,
+    BITS: tl.constexpr, SEGMENTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """acc [SEGMENTS, 16, rows] plus the i-th group of every segment."""
+    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
+    mask = (group < groups)[:, None] & (row < rows)[None, :]
+    sums = dot_tile(tile, x_ptr, row, group, groups, mask, INTERPRETED, BITS)
+    at = row[None, :] * groups + group[:, None]
+    if BITS == 4:
+        sums -= 8 * tl.load(x_sums_ptr + at, mask=mask, other=0)[:, None, :]
+    x_scales = tl.load(x_scales_ptr + at, mask=mask, other=0.0)
+    return multiply_add(sums.to(tl.float32), scales[:, :, None] * x_scales[:, None, :], acc, INTERPRETED)
+
+
+@triton.jit
+def load_tile(bytes_ptr, tile, i, groups, BITS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The 16 rows of the i-th group of every segment: [SEGMENTS, 16, 8 * BITS] int8."""
+    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
     byte = tl.arange(0, 8 * BITS)[None, None, :]
-    row = tl.arange(0, 16)[None, :, None]
-    at = bytes_ptr + tile_groups.to(tl.int64)[:, None, None] * (128 * BITS)
-    return tl.load(at + (byte // 16) * 256 + row * 16 + byte % 16, mask=mask[:, None, None], other=0)
+    at = bytes_ptr + (tile * groups + group).to(tl.int64)[:, None, None] * (128 * BITS)
+    at += (byte // 16) * 256 + tl.arange(0, 16)[None, :, None] * 16 + byte % 16
+    return tl.load(at, mask=(group < groups)[:, None, None], other=0)
 
 
 @triton.jit

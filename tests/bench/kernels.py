@@ -28,9 +28,14 @@ sys.modules["engine"].__path__ = [str(ROOT / "engine")]
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from engine.ops import quantize_rows as rows_ops  # noqa: E402
-from engine.ops import quantized_dot, quantized_experts, quantized_linear  # noqa: E402
-from engine.ops.quantize_rows import QuantizedRows, quantize_rows_reference, quantize_rows_triton  # noqa: E402
+from engine.ops import (  # noqa: E402
+    quantize_rows,
+    quantized_dot,
+    quantized_experts,
+    quantized_linear,
+    router_logits,
+)
+from engine.ops.quantize_rows import QuantizedRows, quantize_rows_reference  # noqa: E402
 from engine.ops.quantized_experts import (  # noqa: E402
     QuantizedExperts,
     quantized_experts_reference,
@@ -38,32 +43,46 @@ from engine.ops.quantized_experts import (  # noqa: E402
 )
 from engine.ops.quantized_linear import quantized_linear_reference, quantized_linear_triton  # noqa: E402
 from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
-from engine.ops.rms_norm import rms_norm  # noqa: E402
+from engine.ops.router_logits import router_logits_reference, router_logits_triton  # noqa: E402
 
 DEVICE = "cuda"
 # more than twice the largest L2 cache, so that every pass reads from memory
 DISTINCT_BYTES = 256 << 20
 ROWS = (1, 2, 4, 8, 16, 32)
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Model:
-    """attention and gdn: [outputs of the projection, inputs of the output matrix]"""
+    """attention and gdn: [outputs of the projection, inputs of the output matrix]
+
+    gates  outputs in 8 bits below those of gdn
+    """
 
     layers: int
     hidden: int
     vocab: int
     attention: tuple[int, int]
     gdn: tuple[int, int]
+    gates: int
     experts: int
     width: int
 
 
-# the projection of GDN without its 64 or 96 rows of gates, which are a product of their own
+@dataclass(frozen=True)
+class Bits:
+    """body: attention, GDN, dense feed-forward and head"""
+
+    body: int
+    experts: int
+    shared: int
+
+
 MODELS = {
-    "35b-a3b": Model(40, 2048, 248_320, (9216, 4096), (12_288, 4096), 256, 512),
-    "27b": Model(64, 5120, 248_320, (14_336, 6144), (16_384, 6144), 0, 17_408),
+    "35b-a3b": Model(40, 2048, 248_320, (9216, 4096), (12_288, 4096), 64, 256, 512),
+    "27b": Model(64, 5120, 248_320, (14_336, 6144), (16_384, 6144), 96, 0, 17_408),
 }
+RECIPES = {"w4": Bits(4, 4, 4), "a3b": Bits(8, 4, 8), "w8": Bits(8, 8, 8)}
 CHOSEN = 8
 
 
@@ -99,10 +118,8 @@ def experts_of(model, bits, shared_bits):
     )
 
 
-def routed(rows, experts):
-    chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:CHOSEN] for _ in range(rows)])
-    weights = torch.rand(rows, CHOSEN + 1, device=DEVICE)
-    return chosen, weights
+def logits_of(rows, model):
+    return torch.randn(rows, model.experts + 1, device=DEVICE)
 
 
 def compare(actual, expected):
@@ -115,64 +132,95 @@ def compare(actual, expected):
     }
 
 
-def check_quantize_rows():
+def compare_rows(actual, expected):
+    scale = ((actual.scales - expected.scales).abs() / expected.scales.clamp(min=1e-30)).max().item()
+    codes = (actual.values.int() - expected.values.int()).abs()
+    return {
+        "codes_off": (codes > 0).sum().item(),
+        "largest_code_error": codes.max().item(),
+        "relative_scale_error": scale,
+    }
+
+
+def check_rounding():
     found = {}
     for columns in (2048, 5120):
-        x = torch.randn(4, columns, device=DEVICE).bfloat16()
+        x, norm = torch.randn(4, columns, device=DEVICE).bfloat16(), torch.rand(columns, device=DEVICE) + 0.5
         wide = torch.randn(4, 2 * columns, device=DEVICE).bfloat16()
         pairs = {
-            "plain": (quantize_rows_triton(x), quantize_rows_reference(x)),
-            "silu_mul": (rows_ops.quantize_silu_mul_triton(wide), rows_ops.quantize_silu_mul_reference(wide)),
+            "plain": (quantize_rows.quantize_rows_triton(x), quantize_rows_reference(x)),
+            "rms_norm": (
+                quantize_rows.quantize_rms_norm_triton(x, norm, EPS),
+                quantize_rows.quantize_rms_norm_reference(x, norm, EPS),
+            ),
+            "silu_mul": (
+                quantize_rows.quantize_silu_mul_triton(wide),
+                quantize_rows.quantize_silu_mul_reference(wide),
+            ),
         }
-        for name, (actual, expected) in pairs.items():
-            scale = ((actual.scales - expected.scales).abs() / expected.scales.clamp(min=1e-30)).max().item()
-            codes = (actual.values.int() - expected.values.int()).abs()
-            found[f"{name} {columns}"] = {
-                "codes_off": (codes > 0).sum().item(),
-                "largest_code_error": codes.max().item(),
-                "relative_scale_error": scale,
-            }
+        found |= {f"{name} {columns}": compare_rows(*pair) for name, pair in pairs.items()}
     return found
 
 
 def check_linear():
-    """Every path against the reference, bit by bit; also with dependent launch off."""
+    """Every number of rows against the reference, bit by bit, at every width that either model has."""
     found = {}
-    for bits, (outputs, columns) in itertools.product((4, 8), ((512, 2048), (272, 4096), (128, 17_408), (64, 512))):
-        matrix, x = weight(bits, outputs, columns), activations(32, columns)
-        expected = quantized_linear_reference(x, matrix, torch.float32)
-        paths = {rows: quantized_linear_triton(first(x, rows), matrix, torch.float32) for rows in ROWS}
-        found[f"{bits} bits {outputs}x{columns}"] = {
-            rows: compare(actual, expected[:rows]) for rows, actual in paths.items()
-        }
+    for bits, columns in itertools.product((4, 8), (512, 2048, 4096, 5120, 6144, 17_408)):
+        matrix, x = weight(bits, 272, columns), activations(32, columns)
+        expected = quantized_linear_reference(x, [matrix], torch.float32)
+        unequal = {}
+        for rows in range(1, 33):
+            actual = quantized_linear_triton(first(x, rows), [matrix], torch.float32)
+            if not torch.equal(actual, expected[:rows]):
+                unequal[rows] = compare(actual, expected[:rows])
+        found[f"{bits} bits, {columns} columns"] = unequal or "equal for 1 to 32 rows"
     return found
 
 
-def check_residual():
-    matrix, x = weight(4, 2048, 4096), activations(3, 4096)
-    residual = torch.randn(3, 2048, device=DEVICE).bfloat16()
-    actual = quantized_linear_triton(x, matrix, torch.bfloat16, residual)
-    return compare(actual, quantized_linear_reference(x, matrix, torch.bfloat16, residual))
+def check_pair():
+    """Two matrices in one launch, with a residual."""
+    found = {}
+    for columns, rows in itertools.product((2048, 5120), (1, 3, 9)):
+        matrices, x = [weight(4, 4096, columns), weight(8, 40, columns)], activations(rows, columns)
+        residual = torch.randn(rows, 4136, device=DEVICE).bfloat16()
+        actual = quantized_linear_triton(x, matrices, torch.bfloat16, residual)
+        found[f"{rows}x{columns}"] = compare(actual, quantized_linear_reference(x, matrices, torch.bfloat16, residual))
+    return found
+
+
+def check_router():
+    model = MODELS["35b-a3b"]
+    x, norm = torch.randn(9, model.hidden, device=DEVICE).bfloat16(), torch.rand(model.hidden, device=DEVICE) + 0.5
+    router = (torch.randn(model.experts + 1, model.hidden, device=DEVICE) * model.hidden**-0.5).bfloat16()
+    rows, logits = router_logits_triton(x, norm, EPS, router)
+    expected_rows, expected = router_logits_reference(x, norm, EPS, router)
+    alone = torch.cat([router_logits_triton(row, norm, EPS, router)[1] for row in x.split(1)])
+    return {
+        "rows": compare_rows(rows, expected_rows),
+        "logits": compare(logits, expected),
+        "alone_same_bits": torch.equal(alone, logits),
+    }
 
 
 def check_experts():
     model = MODELS["35b-a3b"]
     found = {}
-    for bits, shared_bits in ((4, 8), (4, 4)):
+    for bits, shared_bits in ((4, 8), (4, 4), (8, 8)):
         experts = experts_of(model, bits, shared_bits)
-        x = activations(4, model.hidden)
-        chosen, weights = routed(4, model.experts)
-        host = [QuantizedRows(x.values.cpu(), x.scales.cpu(), x.sums.cpu()), chosen.cpu(), weights.cpu()]
+        x, logits = activations(32, model.hidden), logits_of(32, model)
+        host = QuantizedRows(x.values.cpu(), x.scales.cpu(), x.sums.cpu())
         cpu = QuantizedExperts(*(getattr(experts, name).to("cpu") for name in experts.__slots__))
-        expected = quantized_experts_reference(*host, cpu, torch.float32).to(DEVICE)
-        together = quantized_experts_triton(x, chosen, weights, experts, torch.float32)
-        early = quantized_experts_triton(x, chosen, weights, experts, torch.float32, is_early=True)
-        alone = quantized_experts_triton(first(x, 1), chosen[:1], weights[:1], experts, torch.float32)
-        found[f"{bits}/{shared_bits}"] = {
-            "reference": compare(together, expected),
-            "early_same_bits": torch.equal(early, together),
-            "alone_same_bits": torch.equal(alone, together[:1]),
-        }
+        expected = quantized_experts_reference(host, logits.cpu(), cpu, CHOSEN, torch.float32).to(DEVICE)
+        together = quantized_experts_triton(x, logits, experts, CHOSEN, torch.float32)
+        unequal = [
+            rows
+            for rows in range(1, 32)
+            if not torch.equal(
+                quantized_experts_triton(first(x, rows), logits[:rows], experts, CHOSEN, torch.float32),
+                together[:rows],
+            )
+        ]
+        found[f"{bits}/{shared_bits}"] = {"reference": compare(together, expected), "rows_unequal": unequal}
     return found
 
 
@@ -206,10 +254,18 @@ def seconds_of(work, repeats=10):
 
 
 def copy_speed():
-    """Bytes read and written a second by a device-to-device copy."""
-    source = torch.empty(2 << 30, dtype=torch.int8, device=DEVICE)
+    """Bytes read and written a second by a device-to-device copy, outside a graph: as its node it is far slower."""
+    source = torch.empty(2 << 30, dtype=torch.int8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    return {"bytes_s": 2 * source.nbytes / seconds_of(lambda: target.copy_(source))}
+    times = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return {"bytes_s": 2 * source.nbytes / statistics.median(times[2:])}
 
 
 def time_linear(bits, outputs, columns, rows, **options):
@@ -220,7 +276,7 @@ def time_linear(bits, outputs, columns, rows, **options):
 
     def work():
         for matrix in matrices:
-            quantized_linear_triton(x, matrix, torch.bfloat16, **options)
+            quantized_linear_triton(x, [matrix], torch.bfloat16, **options)
 
     each = seconds_of(work) / len(matrices)
     return {"us": each * 1e6, "bytes_s": bytes_of(one) / each}
@@ -243,12 +299,9 @@ def time_one_row():
 
 
 def time_rows():
-    """More rows, by each of the two ways."""
     found = {}
-    for (outputs, columns), rows in itertools.product(((12_288, 2048), (2048, 4096)), ROWS[1:]):
-        for taken in sorted({rows, max(8, rows), min(4, rows)}):
-            key = f"{outputs}x{columns} {rows} rows, {taken} a program"
-            found[key] = time_linear(4, outputs, columns, rows, num_rows=taken)
+    for (outputs, columns), rows in itertools.product(((12_288, 2048), (2048, 4096)), ROWS):
+        found[f"{outputs}x{columns} {rows} rows"] = time_linear(4, outputs, columns, rows)
     return found
 
 
@@ -261,14 +314,15 @@ def time_segments():
     }
 
 
-def time_quantize():
+def time_rounding():
     found = {}
     for columns, rows in itertools.product((2048, 5120), (1, 8)):
-        x = torch.randn(rows, columns, device=DEVICE).bfloat16()
+        x, norm = torch.randn(rows, columns, device=DEVICE).bfloat16(), torch.rand(columns, device=DEVICE)
         wide = torch.randn(rows, 2 * columns, device=DEVICE).bfloat16()
         works = {
-            "plain": lambda x=x: quantize_rows_triton(x),
-            "silu_mul": lambda wide=wide: rows_ops.quantize_silu_mul_triton(wide),
+            "plain": lambda x=x: quantize_rows.quantize_rows_triton(x),
+            "rms_norm": lambda x=x, norm=norm: quantize_rows.quantize_rms_norm_triton(x, norm, EPS),
+            "silu_mul": lambda wide=wide: quantize_rows.quantize_silu_mul_triton(wide),
         }
         for name, work in works.items():
             each = seconds_of(lambda work=work: [work() for _ in range(50)]) / 50
@@ -278,94 +332,97 @@ def time_quantize():
 
 def time_experts():
     model = MODELS["35b-a3b"]
-    layers = [experts_of(model, 4, 8) for _ in range(3)]
+    layers = [experts_of(model, 4, 4) for _ in range(3)]
     found = {}
-    for rows, is_early in itertools.product((1, 4, 8), (False, True)):
+    for rows in ROWS[:4]:
         x = activations(rows, model.hidden)
-        choices = [routed(rows, model.experts) for _ in range(12)]
+        choices = [logits_of(rows, model) for _ in range(12)]
 
-        def work(x=x, choices=choices, is_early=is_early):
-            for place, (chosen, weights) in enumerate(choices):
-                quantized_experts_triton(x, chosen, weights, layers[place % 3], torch.bfloat16, is_early=is_early)
+        def work(x=x, choices=choices):
+            for place, logits in enumerate(choices):
+                quantized_experts_triton(x, logits, layers[place % 3], CHOSEN, torch.bfloat16)
 
         each = seconds_of(work) / len(choices)
-        slots = sum(len(chosen.unique()) for chosen, _ in choices) / len(choices)
+        slots = sum(len(logits[:, :-1].topk(CHOSEN).indices.unique()) for logits in choices) / len(choices)
         expert, shared = layers[0].gate_up[0], layers[0].shared_gate_up
         size = slots * bytes_of(expert, layers[0].down[0]) + bytes_of(shared, layers[0].shared_down)
-        found[f"{rows} rows{', early' if is_early else ''}"] = {"us": each * 1e6, "bytes_s": size / each}
+        found[f"{rows} rows"] = {"us": each * 1e6, "bytes_s": size / each}
     return found
 
 
 class Token:
-    """All products of a token, each depending on the one before: norms, projections, outputs, feed-forward, head."""
+    """All products of a token with norms, router and activations, each depending on the one before.
 
-    def __init__(self, model, bits, shared_bits):
+    What mixers make of their projection is left out: their output matrix reads rows that were there before.
+    """
+
+    def __init__(self, model, bits):
         self.model = model
-        self.layers = [self._layer(i, bits, shared_bits) for i in range(model.layers)]
-        self.head = weight(bits, model.vocab, model.hidden)
+        self.layers = [self._layer(i, bits) for i in range(model.layers)]
+        self.head = [weight(bits.body, model.vocab, model.hidden)]
         self.norm = torch.rand(model.hidden, device=DEVICE) + 0.5
-        self.bytes = sum(layer["bytes"] for layer in self.layers) + bytes_of(self.head)
+        self.bytes = sum(layer["bytes"] for layer in self.layers) + bytes_of(*self.head)
 
-    def _layer(self, index, bits, shared_bits):
+    def _layer(self, index, bits):
         model = self.model
-        projection, inputs = model.attention if index % 4 == 3 else model.gdn
-        layer = {"projection": weight(bits, projection, model.hidden), "output": weight(bits, model.hidden, inputs)}
+        is_attention = index % 4 == 3
+        outputs, inputs = model.attention if is_attention else model.gdn
+        layer = {"projection": [weight(bits.body, outputs, model.hidden)]}
+        if not is_attention:
+            layer["projection"].append(weight(8, model.gates, model.hidden))
+        layer["output"] = [weight(bits.body, model.hidden, inputs)]
         if model.experts:
-            layer["experts"] = experts_of(model, bits, shared_bits)
-            one = layer["experts"]
+            one = layer["experts"] = experts_of(model, bits.experts, bits.shared)
+            layer["router"] = torch.randn(model.experts + 1, model.hidden, device=DEVICE).bfloat16()
             read = CHOSEN * bytes_of(one.gate_up[0], one.down[0]) + bytes_of(one.shared_gate_up, one.shared_down)
+            read += layer["router"].nbytes
         else:
-            layer["gate_up"] = weight(bits, 2 * model.width, model.hidden)
-            layer["down"] = weight(bits, model.hidden, model.width)
-            read = bytes_of(layer["gate_up"], layer["down"])
-        return layer | {"bytes": read + bytes_of(layer["projection"], layer["output"])}
+            layer["gate_up"] = [weight(bits.body, 2 * model.width, model.hidden)]
+            layer["down"] = [weight(bits.body, model.hidden, model.width)]
+            read = bytes_of(*layer["gate_up"], *layer["down"])
+        return layer | {"bytes": read + bytes_of(*layer["projection"], *layer["output"])}
 
-    def work(self, rows, is_early):
-        model = self.model
-        start = torch.randn(rows, model.hidden, device=DEVICE).bfloat16()
-        choices = [routed(rows, model.experts) if model.experts else None for _ in self.layers]
+    def work(self, rows):
+        start = torch.randn(rows, self.model.hidden, device=DEVICE).bfloat16()
+        mixed = activations(rows, self.layers[0]["output"][0].columns)
 
         def run():
             x = start
-            for layer, choice in zip(self.layers, choices, strict=True):
-                x = self._run_layer(x, layer, choice, is_early)
+            for layer in self.layers:
+                x = self._run_layer(x, mixed, layer)
             return quantized_linear_triton(self._normed(x), self.head, torch.float32)
 
         return run
 
     def _normed(self, x):
-        return quantize_rows_triton(rms_norm(x, self.norm, 1e-6))
+        return quantize_rows.quantize_rms_norm_triton(x, self.norm, EPS)
 
-    def _run_layer(self, x, layer, choice, is_early):
-        wide = quantized_linear_triton(self._normed(x), layer["projection"], torch.bfloat16)
-        # the mixer stands here; its output is as wide as what the output matrix reads
-        mixed = quantize_rows_triton(wide[:, : layer["output"].columns])
+    def _run_layer(self, x, mixed, layer):
+        quantized_linear_triton(self._normed(x), layer["projection"], torch.bfloat16)
         x = quantized_linear_triton(mixed, layer["output"], torch.bfloat16, x)
-        if choice is not None:
-            chosen, weights = choice
-            return quantized_experts_triton(
-                self._normed(x), chosen, weights, layer["experts"], torch.bfloat16, x, is_early=is_early
-            )
-        inner = quantized_linear_triton(self._normed(x), layer["gate_up"], torch.bfloat16)
-        return quantized_linear_triton(rows_ops.quantize_silu_mul_triton(inner), layer["down"], torch.bfloat16, x)
+        if "experts" in layer:
+            rows, logits = router_logits_triton(x, self.norm, EPS, layer["router"])
+            return quantized_experts_triton(rows, logits, layer["experts"], CHOSEN, torch.bfloat16, x)
+        inner = quantized_linear_triton(self._normed(x), layer["gate_up"], torch.float32)
+        return quantized_linear_triton(quantize_rows.quantize_silu_mul_triton(inner), layer["down"], torch.bfloat16, x)
 
 
-def time_token(name, bits, shared_bits, rows_list):
-    token = Token(MODELS[name], bits, shared_bits)
+def time_token(name, recipe, rows_list):
+    token = Token(MODELS[name], RECIPES[recipe])
     found = {"bytes_one_row": token.bytes}
-    for rows in rows_list:
-        for label, is_early, pdl in (("early", True, True), ("dependent", False, True), ("plain", False, False)):
-            if rows == 1 or label == "dependent":
-                with dependent_launch(pdl):
-                    seconds = seconds_of(token.work(rows, is_early))
-                found[f"{rows} rows, {label}"] = {"ms": seconds * 1e3, "bytes_s": token.bytes / seconds}
+    for rows, pdl in itertools.product(rows_list, (True, False)):
+        if rows == 1 or pdl:
+            with dependent_launch(pdl):
+                seconds = seconds_of(token.work(rows))
+            label = f"{rows} rows" + ("" if pdl else ", no dependent launch")
+            found[label] = {"ms": seconds * 1e3, "bytes_s": token.bytes / seconds}
     found["replays_agree"] = replays_agree(token)
     return found
 
 
 def replays_agree(token):
     """The same bits from a graph as from launches one by one, replay after replay."""
-    run = token.work(1, True)
+    run = token.work(1)
     expected = run().clone()
     graph, kept = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
@@ -381,7 +438,7 @@ def replays_agree(token):
 class dependent_launch:
     def __init__(self, is_on):
         self._is_on = is_on
-        self._modules = (quantized_dot, rows_ops, quantized_linear, quantized_experts)
+        self._modules = (quantized_dot, quantize_rows, quantized_linear, quantized_experts, router_logits)
 
     def __enter__(self):
         self._before = quantized_dot.has_dependent_launch
@@ -397,18 +454,20 @@ class dependent_launch:
 
 PARTS = {
     "copy": copy_speed,
-    "check_quantize_rows": check_quantize_rows,
-    "check_linear": check_linear,
-    "check_residual": check_residual,
+    "check_rounding": check_rounding,
     "check_experts": check_experts,
-    "token_35b_w4": lambda: time_token("35b-a3b", 4, 4, (1, 2, 4, 8)),
+    "check_router": check_router,
+    "check_pair": check_pair,
+    "check_linear": check_linear,
+    "token_35b_w4": lambda: time_token("35b-a3b", "w4", (1, 2, 4, 8)),
+    "token_35b_a3b": lambda: time_token("35b-a3b", "a3b", (1, 4)),
     "experts": time_experts,
-    "one_row": time_one_row,
-    "token_27b_w4": lambda: time_token("27b", 4, 4, (1, 4)),
-    "quantize": time_quantize,
+    "token_27b_w4": lambda: time_token("27b", "w4", (1, 4)),
     "rows": time_rows,
+    "one_row": time_one_row,
+    "rounding": time_rounding,
     "segments": time_segments,
-    "token_35b_w8": lambda: time_token("35b-a3b", 8, 8, (1,)),
+    "token_35b_w8": lambda: time_token("35b-a3b", "w8", (1,)),
 }
 
 

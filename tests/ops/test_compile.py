@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from engine.ops.quantize_rows import quantize_rows_kernel
-from engine.ops.quantized_dot import num_iterations, num_segments
+from engine.ops.quantize_rows import quantize_rms_norm_kernel, quantize_rows_kernel
+from engine.ops.quantized_dot import ahead, num_iterations, num_segments
 from engine.ops.quantized_experts import experts_down_kernel, experts_swiglu_kernel
 from engine.ops.quantized_linear import linear_few_rows_kernel, linear_rows_kernel
+from engine.ops.router_logits import router_logits_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
 
@@ -15,7 +16,10 @@ pytestmark = [
     pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler"),
     pytest.mark.parametrize("capability", SHARED_MEMORY),
 ]
-INTEGERS = {"rows", "outputs", "groups", "width_tiles", "x_stride", "other_stride"}
+INTEGERS = {
+    "rows", "outputs", "first_outputs", "first_tiles", "first_column", "columns", "groups", "width", "width_groups",
+    "hidden", "experts", "x_stride", "other_stride",
+}  # fmt: skip
 POINTERS = {
     "x_ptr": "*i32",
     "x_scales_ptr": "*fp32",
@@ -23,11 +27,14 @@ POINTERS = {
     "words_ptr": "*i32",
     "bytes_ptr": "*i8",
     "scales_ptr": "*fp16",
+    "last_words_ptr": "*i32",
+    "last_scales_ptr": "*fp16",
     "shared_words_ptr": "*i32",
     "shared_scales_ptr": "*fp16",
-    "chosen_ptr": "*i64",
-    "weights_ptr": "*fp32",
-    "inner_ptr": "*fp32",
+    "logits_ptr": "*fp32",
+    "values_ptr": "*i8",
+    "value_scales_ptr": "*fp32",
+    "value_sums_ptr": "*i32",
     "residual_ptr": "*bf16",
     "y_ptr": "*bf16",
 }
@@ -35,6 +42,9 @@ ROWS_POINTERS = {
     "x_ptr": "*bf16",
     "other_ptr": "*bf16",
     "weight_ptr": "*fp32",
+    "norm_weight_ptr": "*fp32",
+    "router_ptr": "*bf16",
+    "logits_ptr": "*fp32",
     "values_ptr": "*i8",
     "scales_ptr": "*fp32",
     "sums_ptr": "*i32",
@@ -60,45 +70,67 @@ def order(columns):
     return {"SEGMENTS": segments, "ITERATIONS": num_iterations(columns // 64, segments), "INTERPRETED": False}
 
 
-def check_few_rows(bits, rows, columns, capability):
-    constants = order(columns) | {"BITS": bits, "ROWS": rows, "AHEAD": 4, "HAS_RESIDUAL": True}
+def check_few_rows(bits, last_bits, rows, columns, capability):
+    constants = order(columns)
+    taken = {
+        "AHEAD": ahead(constants["ITERATIONS"], 24 // bits),
+        "LAST_AHEAD": ahead(constants["ITERATIONS"], 24 // last_bits),
+    }
+    constants |= taken | {"BITS": bits, "LAST_BITS": last_bits, "IS_PAIR": bits != last_bits}
+    constants |= {"ROWS": rows, "HAS_RESIDUAL": True}
     ptx = check(linear_few_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
-    # one exchange between warps for each row, and none inside the loop
-    assert "dp4a" in ptx and ptx.count("bar.sync") < 2 * rows
+    # one exchange between warps for each row and matrix, and none inside the loop
+    assert "dp4a" in ptx and ptx.count("bar.sync") < 2 * rows * (1 + (bits != last_bits))
 
 
 def check_rows(bits, rows, columns, capability):
-    constants = order(columns) | {"BITS": bits, "ROWS": rows, "AHEAD": 4, "HAS_RESIDUAL": False}
+    constants = order(columns) | {"BITS": bits, "ROWS": rows, "HAS_RESIDUAL": False}
+    constants["AHEAD"] = ahead(constants["ITERATIONS"], min(4, 32 // rows))
     pointers = POINTERS | {"x_ptr": "*i8"}
     ptx = check(linear_rows_kernel, capability, pointers, constants, constants["SEGMENTS"] // 2)
     assert "mma.sync.aligned.m16n8k32.row.col" in ptx
 
 
 def test_linear(capability):
-    check_few_rows(4, 1, 2048, capability)
+    check_few_rows(4, 4, 1, 1024, capability)
     check_rows(4, 8, 1024, capability)
 
 
-@pytest.mark.parametrize("bits, rows, columns", [(8, 4, 2048), (4, 1, 6144)])
-def test_few_rows(bits, rows, columns, capability):
+@pytest.mark.parametrize("bits, last_bits, rows, columns", [(8, 8, 4, 1024), (4, 8, 1, 2048), (4, 4, 1, 17_408)])
+def test_few_rows(bits, last_bits, rows, columns, capability):
     slow(capability)
-    check_few_rows(bits, rows, columns, capability)
+    check_few_rows(bits, last_bits, rows, columns, capability)
 
 
-def test_rows(capability):
+@pytest.mark.parametrize("bits, rows, columns", [(8, 32, 2048), (4, 8, 17_408)])
+def test_rows(bits, rows, columns, capability):
     slow(capability)
-    check_rows(8, 32, 2048, capability)
+    check_rows(bits, rows, columns, capability)
 
 
-def test_experts(capability):
+def choice(shared_bits, num_warps):
+    return {"CHOSEN": 8, "BITS": 4, "SHARED_BITS": shared_bits, "BLOCK": 256, "COPIES": num_warps}
+
+
+def test_experts_swiglu(capability):
     slow(capability)
-    constants = {"CHOSEN": 8, "BITS": 4, "SHARED_BITS": 8}
-    swiglu = constants | order(2048)
-    check(experts_swiglu_kernel, capability, POINTERS, swiglu, swiglu["SEGMENTS"] // 2)
-    early = {"SHARED_ITERATIONS": 1, "HAS_RESIDUAL": True, "EARLY": capability >= 90}
-    down = constants | order(8 * 512) | early
-    check(experts_down_kernel, capability, POINTERS, down, down["SEGMENTS"] // 2)
+    constants = order(2048) | choice(8, 8) | {"AHEAD": 2, "SHARED_AHEAD": 1}
+    ptx = check(experts_swiglu_kernel, capability, POINTERS, constants, 8)
+    # each warp finds the experts for itself
+    assert "redux.sync.max.s32" in ptx
+
+
+def test_experts_down(capability):
+    slow(capability)
+    constants = order(8 * 512) | choice(8, 8) | {"SHARED_ITERATIONS": 1, "HAS_RESIDUAL": True}
+    check(experts_down_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
+
+
+def test_router_logits(capability):
+    slow(capability)
+    check(router_logits_kernel, capability, ROWS_POINTERS, {"OUTPUTS": 4, "BLOCK": 32}, 4)
 
 
 def test_quantize_rows(capability):
     check(quantize_rows_kernel, capability, ROWS_POINTERS, {"BLOCK": 8, "IS_SWIGLU": True}, 4)
+    check(quantize_rms_norm_kernel, capability, ROWS_POINTERS, {"BLOCK": 32}, 8)

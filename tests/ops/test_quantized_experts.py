@@ -8,10 +8,15 @@ from engine.ops.quantize_rows import QuantizedRows, quantize_rows_reference
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts_reference, quantized_experts_triton
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
 from tests.ops.conftest import assert_matches
-from tests.ops.kernels import both
+from tests.ops.kernels import both, needs_kernels
 
 IMPLEMENTATIONS = both(quantized_experts_reference, quantized_experts_triton)
 HIDDEN, WIDTH, EXPERTS, CHOSEN = 64, 64, 5, 2
+
+
+def example(rows, device):
+    x = quantize_rows_reference(torch.randn(rows, HIDDEN, device=device))
+    return x, torch.randn(rows, EXPERTS + 1, device=device)
 
 
 def matrix(bits, *shape, device):
@@ -27,22 +32,19 @@ def experts_of(bits, shared_bits, device, width=WIDTH):
     )
 
 
-def routed(rows, device):
-    chosen = torch.stack([torch.randperm(EXPERTS, device=device)[:CHOSEN] for _ in range(rows)])
-    return chosen, torch.rand(rows, CHOSEN + 1, device=device)
-
-
 def numbers(rows):
     return (rows.values.double().unflatten(-1, (-1, 64)) * rows.scales.double().unsqueeze(-1)).flatten(-2)
 
 
-def naive(x, chosen, weights, experts):
+def naive(x, logits, experts, num_chosen=CHOSEN):
     """Expert by expert; what stands between the products is rounded to 8 bits as the operation says."""
-    y = torch.zeros(len(chosen), HIDDEN, dtype=torch.float64, device=chosen.device)
-    for r in range(len(chosen)):
-        pairs = [(experts.gate_up[e], experts.down[e]) for e in chosen[r].tolist()]
+    y = torch.zeros(len(logits), HIDDEN, dtype=torch.float64, device=logits.device)
+    for r in range(len(logits)):
+        best, chosen = logits[r, :-1].double().sort(descending=True, stable=True)
+        weights = torch.cat([torch.softmax(best[:num_chosen], 0), torch.sigmoid(logits[r, -1:].double())])
+        pairs = [(experts.gate_up[e], experts.down[e]) for e in chosen[:num_chosen].tolist()]
         pairs.append((experts.shared_gate_up, experts.shared_down))
-        for (gate_up, down), weight in zip(pairs, weights[r], strict=True):
+        for (gate_up, down), weight in zip(pairs, weights, strict=True):
             gate, up = (dequantize_weight(gate_up).double() @ numbers(x)[r]).chunk(2)
             inner = numbers(quantize_rows_reference((F.silu(gate) * up).unsqueeze(0)))[0]
             y[r] += weight * (dequantize_weight(down).double() @ inner)
@@ -53,40 +55,64 @@ def naive(x, chosen, weights, experts):
 @pytest.mark.parametrize("bits, shared_bits", [(4, 8), (8, 4)])
 def test_matches_naive_sum(implementation, bits, shared_bits, device):
     experts = experts_of(bits, shared_bits, device)
-    x = quantize_rows_reference(torch.randn(2, HIDDEN, device=device))
-    chosen, weights = routed(2, device)
+    x, logits = example(2, device)
     residual = torch.randn(2, HIDDEN, dtype=torch.bfloat16, device=device)
-    exact = naive(x, chosen, weights, experts) + residual.double()
-    assert_matches(implementation(x, chosen, weights, experts, torch.float32, residual), exact)
+    exact = naive(x, logits, experts) + residual.double()
+    assert_matches(implementation(x, logits, experts, CHOSEN, torch.float32, residual), exact)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_chosen", [1, 5])
+def test_other_numbers_of_experts_and_wider_ones(implementation, num_chosen, device):
+    experts = experts_of(4, 4, device, width=128)
+    x, logits = example(1, device)
+    exact = naive(x, logits, experts, num_chosen)
+    assert_matches(implementation(x, logits, experts, num_chosen, torch.float32), exact)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_of_any_sign_and_size(implementation, device):
+    experts = experts_of(8, 8, device)
+    x, _ = example(3, device)
+    logits = torch.tensor([[-3.0, -1.0, -2.0, -9.0, -1.5], [0.0, -0.5, 1e-30, 80.0, -1e30], [-60.0, 5, 6, 6.5, 7]])
+    logits = torch.cat([logits, torch.tensor([[-80.0], [0.0], [80.0]])], dim=1).to(device)
+    assert_matches(implementation(x, logits, experts, CHOSEN, torch.float32), naive(x, logits, experts))
+
+
+@needs_kernels
+def test_of_equal_logits_the_first_are_chosen(device):
+    experts = experts_of(4, 8, device)
+    x, _ = example(2, device)
+    logits = torch.zeros(2, EXPERTS + 1, device=device)
+    logits[1] = torch.tensor([1.0, 2.0, 2.0, 2.0, 1.0, 0.0])
+    assert_matches(quantized_experts_triton(x, logits, experts, CHOSEN, torch.float32), naive(x, logits, experts))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bits_do_not_depend_on_other_rows(implementation, device):
     experts = experts_of(4, 8, device)
-    x = quantize_rows_reference(torch.randn(2, HIDDEN, device=device))
-    chosen, weights = routed(2, device)
+    x, logits = example(2, device)
     # the two share an expert
-    chosen[:] = torch.tensor([[0, 3], [3, 1]])
-    whole = implementation(x, chosen, weights, experts, torch.float32)
+    logits[:, 3] = 9
+    whole = implementation(x, logits, experts, CHOSEN, torch.float32)
     row = QuantizedRows(x.values[1:], x.scales[1:], x.sums[1:])
-    assert torch.equal(implementation(row, chosen[1:], weights[1:], experts, torch.float32), whole[1:])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_weights_of_zero_leave_the_shared_expert(implementation, device):
-    experts = experts_of(4, 8, device)
-    x = quantize_rows_reference(torch.randn(1, HIDDEN, device=device))
-    chosen, weights = routed(1, device)
-    weights[:, :-1], weights[:, -1] = 0, 1
-    gate, up = (numbers(x) @ dequantize_weight(experts.shared_gate_up).double().T).chunk(2, dim=-1)
-    inner = numbers(quantize_rows_reference(F.silu(gate) * up))
-    exact = inner @ dequantize_weight(experts.shared_down).double().T
-    assert_matches(implementation(x, chosen, weights, experts, torch.float32), exact)
+    assert torch.equal(implementation(row, logits[1:], experts, CHOSEN, torch.float32), whole[1:])
 
 
 def test_many_rows_of_the_reference(device):
     experts = experts_of(8, 8, "cpu", width=128)
-    x = quantize_rows_reference(torch.randn(40, HIDDEN))
-    chosen, weights = routed(40, "cpu")
-    exact = naive(x, chosen, weights, experts)
-    assert_matches(quantized_experts_reference(x, chosen, weights, experts, torch.float32), exact)
+    x, logits = example(40, "cpu")
+    exact = naive(x, logits, experts)
+    assert_matches(quantized_experts_reference(x, logits, experts, CHOSEN, torch.float32), exact)
+
+
+@needs_kernels
+def test_garbage_reads_nothing_out_of_bounds(device):
+    """A row of padding may hold anything; its experts are those of the matrix all the same."""
+    experts = experts_of(4, 8, device)
+    x, logits = example(2, device)
+    exact = naive(x, logits, experts)
+    logits[0, :-1] = -1e30
+    x.values[0] = -128
+    actual = quantized_experts_triton(x, logits, experts, CHOSEN, torch.float32)
+    assert_matches(actual[1:], exact[1:])

@@ -18,10 +18,10 @@ def example(rows, outputs, columns, bits, device):
     return quantize_rows_reference(torch.randn(rows, columns, device=device)), weight
 
 
-def oracle(x, weight):
+def oracle(x, *weights):
     """The product of the numbers that codes and scales stand for."""
     groups = x.values.double().unflatten(-1, (-1, 64)) * x.scales.double().unsqueeze(-1)
-    return groups.flatten(-2) @ dequantize_weight(weight).double().T
+    return groups.flatten(-2) @ torch.cat([dequantize_weight(weight) for weight in weights]).double().T
 
 
 def first(x, count):
@@ -35,14 +35,26 @@ def test_matches_oracle(implementation, bits, rows, outputs, columns, device):
     x, weight = example(rows, outputs, columns, bits, device)
     residual = torch.randn(rows, outputs, dtype=torch.bfloat16, device=device)
     exact = oracle(x, weight)
-    assert_matches(implementation(x, weight, torch.float32), exact)
-    assert_matches(implementation(x, weight, torch.float32, residual), exact + residual.double())
+    assert_matches(implementation(x, [weight], torch.float32), exact)
+    assert_matches(implementation(x, [weight], torch.float32, residual), exact + residual.double())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@BITS
+@pytest.mark.parametrize("rows", [1, 9])
+def test_two_matrices_stand_one_above_the_other(implementation, bits, rows, device):
+    x, first_weight = example(rows, 32, 192, bits, device)
+    last_weight, _ = quantize_weight(torch.randn(20, 192, device=device), 12 - bits)
+    residual = torch.randn(rows, 52, device=device)
+    exact = oracle(x, first_weight, last_weight)
+    assert_matches(implementation(x, [first_weight, last_weight], torch.float32), exact)
+    assert_matches(implementation(x, [first_weight, last_weight], torch.float32, residual), exact + residual.double())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bf16_is_the_rounded_fp32(implementation, device):
     x, weight = example(2, 32, 64, 4, device)
-    wide, narrow = (implementation(x, weight, dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (implementation(x, [weight], dtype) for dtype in (torch.float32, torch.bfloat16))
     # the interpreter truncates: one unit in the last place
     assert ((narrow.float() - wide).abs() <= wide.abs() * 2.0 ** (-7 if IS_INTERPRETED else -8)).all()
 
@@ -50,7 +62,7 @@ def test_bf16_is_the_rounded_fp32(implementation, device):
 def test_oracle_is_the_reference_in_fp64(device):
     x, weight = example(2, 32, 576, 4, device)
     wide = QuantizedRows(x.values, x.scales.double(), x.sums)
-    assert torch.allclose(quantized_linear_reference(wide, weight, torch.float64), oracle(x, weight), rtol=1e-12)
+    assert torch.allclose(quantized_linear_reference(wide, [weight], torch.float64), oracle(x, weight), rtol=1e-12)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -62,7 +74,7 @@ def test_by_hand(implementation, bits, device):
     values = torch.zeros(1, 64, dtype=torch.int8, device=device)
     values[0, 0], values[0, 40], values[0, 63] = 1, -127, 10
     sums = torch.tensor([[-116]], dtype=torch.int32, device=device)
-    y = implementation(QuantizedRows(values, torch.tensor([[2.0]], device=device), sums), weight, torch.float32)
+    y = implementation(QuantizedRows(values, torch.tensor([[2.0]], device=device), sums), [weight], torch.float32)
     assert y[0, 5].item() == -8 - 889 + 30
     assert y.count_nonzero() == 1
 
@@ -73,16 +85,16 @@ def test_by_hand(implementation, bits, device):
 def test_every_path_has_the_bits_of_the_reference(bits, columns, device):
     """Rows one by one, in pairs, four at a time, and through matrix instructions."""
     x, weight = example(32, 16, columns, bits, device)
-    expected = quantized_linear_reference(x, weight, torch.float32)
+    expected = quantized_linear_reference(x, [weight], torch.float32)
     for rows in (1, 2, 4, 8, 32):
-        assert torch.equal(quantized_linear_triton(first(x, rows), weight, torch.float32), expected[:rows])
+        assert torch.equal(quantized_linear_triton(first(x, rows), [weight], torch.float32), expected[:rows])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_rows_than_one_launch_takes(implementation, device):
     x, weight = example(35, 16, 64, 4, device)
     residual = torch.randn(35, 16, device=device)
-    assert_matches(implementation(x, weight, torch.float32, residual), oracle(x, weight) + residual.double())
+    assert_matches(implementation(x, [weight], torch.float32, residual), oracle(x, weight) + residual.double())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -93,5 +105,5 @@ def test_largest_numbers_stay_exact(implementation, bits, device):
     weight = QuantizedWeight(pack(codes, bits), torch.ones(1, 9, 16, device=device).half(), 16, bits)
     values = torch.full((1, 576), -127, dtype=torch.int8, device=device)
     sums = torch.full((1, 9), -127 * 64, dtype=torch.int32, device=device)
-    y = implementation(QuantizedRows(values, torch.ones(1, 9, device=device), sums), weight, torch.float32)
+    y = implementation(QuantizedRows(values, torch.ones(1, 9, device=device), sums), [weight], torch.float32)
     assert (y == 576 * 127 * (8 if bits == 4 else 127)).all()

@@ -1,0 +1,99 @@
+"""The norm before a sparse feed-forward, its rounding for the experts, and the router's logits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.ops.quantize_rows import (
+    QuantizedRows,
+    empty_rows,
+    inverse_rms,
+    inverse_rms_reference,
+    quantize_rms_norm_reference,
+    round_groups,
+    store_groups,
+)
+from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options
+
+_OUTPUTS = 4
+
+
+def router_logits(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, router: torch.Tensor
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """n = x / sqrt(mean(x**2) + eps) * norm_weight, as quantize_rms_norm rounds it, and router n, n not rounded
+
+    x            [rows, hidden]
+    norm_weight  [hidden] fp32
+    router       [outputs, hidden]
+    return       the rows, and [rows, outputs] in at least fp32; on a GPU no row changes the bits of another
+    """
+    if x.is_cuda:
+        return router_logits_triton(x, norm_weight, eps, router)
+    return router_logits_reference(x, norm_weight, eps, router)
+
+
+def router_logits_reference(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, router: torch.Tensor
+) -> tuple[QuantizedRows, torch.Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    logits = (wide * norm_weight.to(wide.dtype)) @ router.to(wide.dtype).T
+    return quantize_rms_norm_reference(x, norm_weight, eps), logits * inverse_rms_reference(wide, eps)
+
+
+def router_logits_triton(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, router: torch.Tensor
+) -> tuple[QuantizedRows, torch.Tensor]:
+    assert x.is_contiguous() and norm_weight.is_contiguous() and router.is_contiguous()
+    (rows, hidden), outputs = x.shape, len(router)
+    rounded = empty_rows(rows, hidden, x.device)
+    logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
+    router_logits_kernel[(triton.cdiv(outputs, _OUTPUTS) + 1, rows)](
+        x, norm_weight, router, rounded.values, rounded.scales, rounded.sums, logits, outputs, hidden, eps,
+        OUTPUTS=_OUTPUTS, BLOCK=triton.next_power_of_2(groups_of(hidden)), PDL=has_dependent_launch(x.device),
+        **launch_options(x.device, 4),
+    )  # fmt: skip
+    return rounded, logits
+
+
+@triton.jit
+def router_logits_kernel(
+    x_ptr, norm_weight_ptr, router_ptr, values_ptr, scales_ptr, sums_ptr, logits_ptr, outputs, hidden, eps,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1)
+    x_ptr += row.to(tl.int64) * hidden
+    if tl.program_id(0) == 0:
+        round_row(x_ptr, norm_weight_ptr, values_ptr, scales_ptr, sums_ptr, row, hidden, eps, BLOCK, PDL)
+    else:
+        output = (tl.program_id(0) - 1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        logits = project(x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps, BLOCK, PDL)
+        tl.store(logits_ptr + row * outputs + output, logits, mask=output < outputs)
+
+
+@triton.jit
+def round_row(
+    x_ptr, norm_weight_ptr, values_ptr, scales_ptr, sums_ptr, row, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    at = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    norm_weight = tl.load(norm_weight_ptr + at, mask=at < hidden, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(tl.float32)
+    rounded, scales = round_groups(x * norm_weight)
+    scales *= inverse_rms(x, hidden, eps)
+    store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, 0, hidden // 64, BLOCK)
+
+
+@triton.jit
+def project(x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    column = tl.arange(0, BLOCK * 64)[None, :]
+    mask = (output < outputs)[:, None] & (column < hidden)
+    router = tl.load(router_ptr + output[:, None] * hidden + column, mask=mask, other=0.0)
+    norm_weight = tl.load(norm_weight_ptr + column, mask=column < hidden, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    return tl.sum(router.to(tl.float32) * (x * norm_weight), axis=1) * inverse_rms(x, hidden, eps)
