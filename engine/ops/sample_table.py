@@ -86,7 +86,8 @@ class SamplingTable:
         biases = sorted((logit_bias or {}).items())
         _write_ids(words, BIAS_IDS.value, [token_id for token_id, _ in biases], MAX_BIASES.value)
         numbers[BIASES.value : BIASES.value + len(biases)] = torch.tensor([bias for _, bias in biases])
-        self.words[slot].copy_(words)
+        # pinned, so that the host does not wait for what runs on the device
+        self.words[slot].copy_(words.pin_memory() if self.words.is_cuda else words, non_blocking=True)
 
     @property
     def numbers(self) -> torch.Tensor:
