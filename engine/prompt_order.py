@@ -38,8 +38,13 @@ class PromptOrder:
         self._served = {tenant: staying.get(tenant, least) for tenant in tenants}
         self._num_steps += 1
 
+    @property
+    def is_oldest_first(self) -> bool:
+        """Whether this step belongs to the oldest prompt."""
+        return self._num_steps % PATIENCE == 0
+
     def choose(self, candidates: Collection[Candidate]) -> Candidate:
-        if self._num_steps % PATIENCE == 0:
+        if self.is_oldest_first:
             return min(candidates, key=lambda each: (-each.priority, each.arrival))
         return min(candidates, key=lambda each: (-each.priority, *self._finish(each)))
 

@@ -15,6 +15,9 @@ from engine.errors import QueueFullError
 from engine.prompt_order import Candidate, PromptOrder
 from engine.request import EngineStats, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 
+# a prompt that takes more steps than this shares none with others
+LONG_STEPS = 8
+
 log = logging.getLogger("longlane.engine.reuse")
 
 
@@ -242,7 +245,7 @@ class Scheduler:
         """What to run after everything that was scheduled before."""
         self._admit_waiting()
         decodes = tuple(state for state in self._running if not state.is_prefilling and state.may_go_on)
-        chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes))))
+        chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes)), bool(decodes)))
         for state in decodes:
             self._cover(state, self._most_tokens(state))
         self._copies = []
@@ -270,9 +273,9 @@ class Scheduler:
         return events
 
     def observe(self, schedule: Schedule, seconds: float) -> None:
-        """What a schedule took, for the size of those to come. Only requests that decode are waiting for its end."""
-        if schedule.decodes:
-            self._budget.observe(sum(chunk.end - chunk.start for chunk in schedule.chunks), seconds)
+        """What a schedule took, for the size of those to come."""
+        num_tokens = sum(chunk.end - chunk.start for chunk in schedule.chunks)
+        self._budget.observe(num_tokens, bool(schedule.decodes), seconds)
 
     @property
     def copies(self) -> tuple[SnapshotCopy, ...]:
@@ -348,14 +351,18 @@ class Scheduler:
     def _num_waiting_tokens(self) -> int:
         return sum(state.num_prompt_tokens for state in self._waiting)
 
-    def _cut_chunks(self, budget: int) -> Iterator[Chunk]:
+    def _cut_chunks(self, budget: int, has_decodes: bool) -> Iterator[Chunk]:
         """Each chunk ends at a multiple of 64 or with its prompt, where states may be kept for reuse and where the
         chunked recurrence is cut anyway."""
         prompts = {state: self._look_up(state) for state in self._running if state.is_prefilling}
         self._order.begin_step({state.request.cache_salt for state in prompts})
+        whole, steps_aside = budget, has_decodes and self._waiting and not self._order.is_oldest_first
         while prompts and budget:
-            state = self._order.choose([_candidate(state, hit) for state, hit in prompts.items()]).key
-            hit = prompts.pop(state)
+            chosen = self._order.choose([_candidate(state, hit) for state, hit in prompts.items()])
+            state, hit = chosen.key, prompts.pop(chosen.key)
+            # a prompt far from its end would hold up the others of this step, or those who wait for a slot
+            if chosen.num_left > LONG_STEPS * whole and (budget < whole or steps_aside):
+                continue
             if leader := self._leader(state, hit):
                 # the turn is spent on what both wait for, unless that had one already
                 if leader not in prompts:

@@ -407,6 +407,25 @@ def test_short_prompts_pass_a_long_one_that_still_gets_its_share():
     assert names == ["a", "a", "long", "b", "b", "long"]
 
 
+def test_a_long_prompt_steps_aside_while_others_wait_for_a_slot():
+    s = scheduler(num_blocks=64, num_slots=2, prefill_chunk=64)
+    s.add(prompt("decoding", (1, 10), max_tokens=30), seed=0)
+    step(s)
+    s.add(prompt("long", (2, 2000)), seed=0)
+    assert [len(step(s)[0].chunks) for _ in range(4)] == [1, 1, 1, 1]
+    s.add(prompt("waiting", (3, 10)), seed=0)
+    assert [len(step(s)[0].chunks) for _ in range(8)] == [0, 0, 1, 0, 0, 0, 1, 0]
+    s.abort("decoding")
+    assert [spans(step(s)[0]) for _ in range(2)] == [[("waiting", 0, 10)], [("long", 384, 448)]]
+
+
+def test_a_long_prompt_shares_no_step_with_short_ones():
+    s = scheduler(num_blocks=64, prefill_chunk=128)
+    s.add(prompt("long", (2, 2000)), seed=0)
+    s.add(prompt("short", (3, 10)), seed=0)
+    assert [spans(step(s)[0]) for _ in range(2)] == [[("short", 0, 10)], [("long", 0, 128)]]
+
+
 def test_tenants_share_prompt_tokens():
     """One sends four prompts, another one later; each of the same length."""
     s = scheduler(num_blocks=64, num_slots=8, prefill_chunk=64)
@@ -513,7 +532,7 @@ class Chaos(RuleBasedStateMachine):
         self.num_submitted = 0
 
     @rule(
-        lengths=st.tuples(st.integers(1, 200), st.integers(0, 150)),
+        lengths=st.tuples(st.integers(1, 200), st.integers(0, 150) | st.integers(300, 700)),
         max_tokens=st.integers(1, 150),
         priority=st.integers(-1, 1),
         salt=st.sampled_from("ab"),
