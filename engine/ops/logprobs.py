@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
-from engine.ops.sample_argmax import choice_key
+from engine.ops.sample_argmax import choice_key, launched
 
 MAX_TOP = 20
 BLOCK = 2048
@@ -50,7 +49,7 @@ def logprobs_triton(
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, num_top, dtype=torch.int64, device=device)
     top_values = torch.empty(rows, num_top, dtype=torch.float32, device=device)
-    launch = {"TOP": num_top, "LANES": lanes, "PDL": has_dependent_launch(device), **launch_options(device, 4)}
+    launch = {"TOP": num_top, "LANES": lanes, **launched(device)}
     part_top_kernel[(programs, rows)](logits, keys, sums, logits.stride(0), vocab, BLOCK=block, **launch)
     row_top_kernel[(rows,)](
         logits, token_ids, keys, sums, chosen, top_ids, top_values, logits.stride(0), programs,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
+from engine.ops.sample_argmax import launched
 from engine.ops.sample_table import FREQUENCY, IS_PENALISED, PRESENCE, REPETITION, WIDTH, SamplingTable, number
 
 
@@ -102,7 +102,7 @@ def observe_triton(
     assert token_ids.is_contiguous() and tokens.counts.is_contiguous() and len(token_ids) % requests == 0
     observe_kernel[(requests,)](
         token_ids, slots, num_tokens, table.words, tokens.counts, tokens.counts.shape[1], len(token_ids) // requests,
-        PDL=has_dependent_launch(token_ids.device), **launch_options(token_ids.device, 1),
+        **launched(token_ids.device, num_warps=1),
     )  # fmt: skip
 
 

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.penalise import TokenCounts, penalise, penalised
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
-from engine.ops.sample_argmax import best_kernel, best_key
+from engine.ops.sample_argmax import best_kernel, best_key, launched
 from engine.ops.sample_noise import gumbel, gumbel_noise, noise_keys_of
 from engine.ops.sample_table import (
     BIAS_IDS,
@@ -41,6 +40,7 @@ from engine.ops.sample_truncate import (
     lowest_kept,
     lowest_of_row,
     narrow_triton,
+    shape_for,
 )
 
 # bits of a row's flags
@@ -85,7 +85,7 @@ class SampleWorkspace:
     def empty(
         cls, rows: int, vocab: int, device: torch.device | str, shape: TruncateShape | None = None
     ) -> "SampleWorkspace":
-        shape = shape or TruncateShape()
+        shape = shape or shape_for(rows)
         keys = torch.empty(rows, triton.cdiv(vocab, shape.block), dtype=torch.int64, device=device)
         return cls(keys, TruncateWorkspace.empty(rows, vocab, shape, device))
 
@@ -180,10 +180,10 @@ def sample_triton(
     shape: TruncateShape | None = None,
 ) -> torch.Tensor:
     num_rows, vocab = logits.shape
-    shape = shape or TruncateShape()
+    shape = shape or shape_for(num_rows)
     workspace = workspace or SampleWorkspace.empty(num_rows, vocab, logits.device, shape)
     _check(logits, tokens, rows)
-    launch = {"PDL": has_dependent_launch(logits.device), **launch_options(logits.device, 4)}
+    launch = launched(logits.device)
     parts = workspace.keys.shape[1]
     part_lanes = {"PARTS": triton.next_power_of_2(parts)}
     space = workspace.truncate
@@ -196,7 +196,7 @@ def sample_triton(
         num_rows // len(rows.drafts),
         HAS_MASKS=rows.mask_words is not None, BLOCK=shape.block, TALLIES=shape.levels * shape.cuts, **launch,
     )  # fmt: skip
-    narrow_triton(table.words, rows.slots, space, shape, launch)
+    narrow_triton(table.words, rows.slots, space, shape)
     scan_kernel[(parts, num_rows)](
         table.words, rows.slots, rows.positions, workspace.keys, space.scaled, space.ranges, space.masses,
         space.bounds, space.places, space.values, space.before, space.found, space.lowest, vocab,

@@ -9,6 +9,11 @@ from engine.ops.quantized_dot import has_dependent_launch, launch_options
 BLOCK = 2048
 
 
+def launched(device: torch.device, num_warps: int = 4) -> dict[str, object]:
+    """Options of a kernel whose last argument is PDL."""
+    return {"PDL": has_dependent_launch(device), **launch_options(device, num_warps)}
+
+
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """argmax(l), of equal ones the lowest id; a NaN counts as largest
 
@@ -28,7 +33,7 @@ def argmax_triton(logits: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     programs = triton.cdiv(vocab, block)
     keys = torch.empty(rows, programs, dtype=torch.int64, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    launch = {"PDL": has_dependent_launch(logits.device), **launch_options(logits.device, 4)}
+    launch = launched(logits.device)
     argmax_kernel[(programs, rows)](logits, keys, logits.stride(0), vocab, BLOCK=block, **launch)
     best_kernel[(rows,)](keys, token_ids, programs, PARTS=triton.next_power_of_2(programs), **launch)
     return token_ids

@@ -12,12 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.sample_argmax import launched
 from engine.ops.sample_table import IS_TRUNCATED, LOG_MIN_P, TOP_K, TOP_P, WIDTH, number
 
 # tokens that are ranked first when top-p stands alone; the whole vocabulary only if their mass does not reach it
 NUCLEUS_LOOK = 512
 # of the largest logit's mass; 2**18 tokens of it stay below 2**63
 MASS_UNIT = tl.constexpr(2.0**40)
+# ids that a bisecting program reads at once
+BISECTED = 8192
 NO_LIMIT = tl.constexpr(2**63 - 1)
 # which limits decide: none, top-k alone, top-p alone, top-p over what top-k leaves
 BY_COUNT = tl.constexpr(1)
@@ -61,18 +64,35 @@ def _mass(best: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TruncateShape:
-    """How the search is cut; never changes what it finds.
+    """How the search is cut. Only `counted` and `tile` change roundings.
 
-    block     ids of a program
-    cuts      of an interval, in each of `levels` rounds
-    capacity  logits that are ranked; one program bisects where the interval still holds more
+    block         ids of a program
+    counters      programs of a row that count above cuts, of counter_warps; `counted` ids in turn, a `tile` at once
+    cuts          of an interval, in each of `levels` rounds
+    capacity      logits that are ranked; one program bisects where the interval still holds more
+    rankers       programs of a row that rank; each takes `ranked` logits after each other
     """
 
-    block: int = 2048
+    block: int
+    counters: int
+    rankers: int
+    counter_warps: int = 4
+    counted: int = 1024
+    tile: int = 64
     cuts: int = 32
     levels: int = 2
     capacity: int = 8192
-    tile: int = 64
+    ranked: int = 16
+
+
+def shape_for(rows: int) -> TruncateShape:
+    """Enough programs for a large card, and few where many rows need them: those with nothing to do cost time too."""
+    return TruncateShape(
+        block=1024 if rows <= 4 else 2048,
+        counters=max(32, min(256, 1024 // rows)),
+        rankers=max(16, min(128, 512 // rows)),
+        counter_warps=8 if rows <= 2 else 4,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +144,28 @@ class TruncateWorkspace:
         )
 
 
-def narrow_triton(table: torch.Tensor, slots: torch.Tensor, space: TruncateWorkspace, shape: TruncateShape, launch):
-    """From logits over temperature and their ranges to all that lowest_of_row asks for.
-
-    launch  options of every kernel
-    """
+def narrow_triton(table: torch.Tensor, slots: torch.Tensor, space: TruncateWorkspace, shape: TruncateShape) -> None:
+    """From logits over temperature and their ranges to all that lowest_of_row asks for."""
     rows, vocab = space.scaled.shape
     programs = triton.cdiv(vocab, shape.block)
-    common = {"LEVELS": shape.levels, "CUTS": shape.cuts, "CAPACITY": shape.capacity}
+    common = {"LEVELS": shape.levels, "CUTS": shape.cuts, "CAPACITY": shape.capacity, **launched(table.device)}
     state = (space.counts, space.masses, space.bounds, space.places)
     for level in range(shape.levels):
-        tally_kernel[(programs, rows)](
-            table, slots, space.scaled, space.ranges, *state, vocab,
-            LEVEL=level, BLOCK=shape.block, TILE=shape.tile, PARTS=triton.next_power_of_2(programs), **common, **launch,
+        tally_kernel[(min(shape.counters, triton.cdiv(vocab, shape.counted)), rows)](
+            table, slots, space.scaled, space.ranges, *state, vocab, programs, LEVEL=level, BLOCK=shape.counted,
+            TILE=shape.tile, PARTS=triton.next_power_of_2(programs),
+            **common | launched(table.device, shape.counter_warps),
         )  # fmt: skip
     collect_kernel[(programs, rows)](
-        table, slots, space.scaled, *state, space.used, space.values, vocab, BLOCK=shape.block, **common, **launch
+        table, slots, space.scaled, *state, space.used, space.values, vocab, BLOCK=shape.block, **common
     )
-    rank_kernel[(triton.cdiv(shape.capacity, shape.tile), rows)](
-        table, slots, space.scaled, *state, space.values, space.before, space.found, space.lowest, vocab,
-        TILE=shape.tile, BLOCK=shape.block, **common, **launch,
+    rank_kernel[(min(shape.rankers, triton.cdiv(shape.capacity, shape.ranked)), rows)](
+        table, slots, *state, space.values, space.before, space.found,
+        MINE=shape.ranked, TILE=2 * shape.tile, **common,
+    )  # fmt: skip
+    bisect_kernel[(rows,)](
+        table, slots, space.scaled, *state, space.lowest, vocab, BLOCK=min(BISECTED, triton.next_power_of_2(vocab)),
+        **common | launched(table.device, num_warps=16),
     )  # fmt: skip
 
 
@@ -257,7 +279,7 @@ def narrowed(
 
 @triton.jit
 def tally_kernel(
-    table_ptr, slots_ptr, scaled_ptr, ranges_ptr, counts_ptr, masses_ptr, bounds_ptr, places_ptr, vocab,
+    table_ptr, slots_ptr, scaled_ptr, ranges_ptr, counts_ptr, masses_ptr, bounds_ptr, places_ptr, vocab, programs,
     LEVEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     LEVELS: tl.constexpr, CUTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -269,7 +291,7 @@ def tally_kernel(
     slot = tl.load(slots_ptr + row)
     if is_truncated(table_ptr, slot, WIDTH):
         slot_ptr = table_ptr + slot.to(tl.int64) * WIDTH
-        top, bottom = range_of_row(ranges_ptr, row, tl.num_programs(0), PARTS)
+        top, bottom = range_of_row(ranges_ptr, row, programs, PARTS)
         if LEVEL == 0:
             # just below the smallest, since an interval does not contain its lower end
             low, high = from_ordered(ordered(bottom) - 1), top
@@ -285,17 +307,32 @@ def tally_kernel(
             keep_interval(bounds_ptr, places_ptr, row, LEVEL, low, high, count, mass, inside, deciding, LEVELS)
         if inside > CAPACITY:
             cuts = cuts_of(low, high, LEVEL, CUTS)
-            counts = tl.zeros([TILE, CUTS], tl.int32)
-            masses = tl.zeros([TILE, CUTS], tl.float32)
-            for start in range(0, BLOCK, TILE):
-                ids = part * BLOCK + start + tl.arange(0, TILE)
-                logits = tl.load(scaled_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
-                above = logits[:, None] > cuts[None, :]
-                counts += above.to(tl.int32)
-                masses += tl.where(above, tl.exp(logits - top)[:, None], 0.0)
+            counts = tl.zeros([CUTS], tl.int32)
+            masses = tl.zeros([CUTS], tl.int64)
+            for start in range(part * BLOCK, vocab, tl.num_programs(0) * BLOCK):
+                more, mass_more = above_cuts(scaled_ptr + row * vocab, start, vocab, cuts, top, BLOCK, TILE, CUTS)
+                counts += more
+                # rounded for each block alone, so that it does not matter who counts it
+                masses += (mass_more * MASS_UNIT).to(tl.int64)
             at = (row * LEVELS + LEVEL) * CUTS + tl.arange(0, CUTS)
-            tl.atomic_add(counts_ptr + at, tl.sum(counts, axis=0), sem="relaxed")
-            tl.atomic_add(masses_ptr + at, (tl.sum(masses, axis=0) * MASS_UNIT).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counts_ptr + at, counts, sem="relaxed")
+            tl.atomic_add(masses_ptr + at, masses, sem="relaxed")
+
+
+@triton.jit
+def above_cuts(row_ptr, start, vocab, cuts, top, BLOCK: tl.constexpr, TILE: tl.constexpr, CUTS: tl.constexpr):
+    """Count and mass of a block's logits above each cut; [CUTS] int32 and fp32."""
+    counts = tl.zeros([CUTS, TILE], tl.float32)
+    masses = tl.zeros([CUTS, TILE], tl.float32)
+    # unrolled, so that all loads are under way at once
+    for first in tl.static_range(0, BLOCK, TILE):
+        ids = start + first + tl.arange(0, TILE)
+        logits = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        above = (logits[None, :] > cuts[:, None]).to(tl.float32)
+        counts += above
+        masses = tl.fma(above, tl.broadcast_to(tl.exp(logits - top)[None, :], (CUTS, TILE)), masses)
+    # integers are summed across lanes by one instruction
+    return tl.sum(counts.to(tl.int32), axis=1), tl.sum(masses, axis=1)
 
 
 @triton.jit
@@ -328,48 +365,87 @@ def collect_kernel(
 
 @triton.jit
 def rank_kernel(
-    table_ptr, slots_ptr, scaled_ptr, counts_ptr, masses_ptr, bounds_ptr, places_ptr,
-    values_ptr, before_ptr, found_ptr, lowest_ptr, vocab,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, CUTS: tl.constexpr, CAPACITY: tl.constexpr,
+    table_ptr, slots_ptr, counts_ptr, masses_ptr, bounds_ptr, places_ptr, values_ptr, before_ptr, found_ptr,
+    MINE: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, CUTS: tl.constexpr, CAPACITY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mass above each collected logit, all of it for those that top-k drops; or the smallest kept logit, bisected."""
+    """Mass above each collected logit, all of it for those that top-k drops."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first, row = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if is_truncated(table_ptr, slot, WIDTH):
-        slot_ptr = table_ptr + slot.to(tl.int64) * WIDTH
-        low, high, count, mass, inside, deciding = interval(bounds_ptr, places_ptr, row, LEVELS, LEVELS)
-        top = tl.load(bounds_ptr + row * (LEVELS + 1) * 2 + 1)
-        most = tl.where(deciding == BY_MASS, NO_LIMIT, tl.load(slot_ptr + TOP_K).to(tl.int64))
+        _low, _high, count, mass, inside, deciding = interval(bounds_ptr, places_ptr, row, LEVELS, LEVELS)
+        if inside <= CAPACITY:
+            most = count_limit(table_ptr, slot, deciding)
+            top = top_of_row(bounds_ptr, row, LEVELS)
+            # what top-k leaves is collected as a whole
+            count, mass = tl.where(deciding == BY_BOTH, 0, count), tl.where(deciding == BY_BOTH, 0, mass)
+            for first in range(tl.program_id(0) * MINE, inside.to(tl.int32), tl.num_programs(0) * MINE):
+                rank(
+                    values_ptr + row * CAPACITY, before_ptr + row * CAPACITY, found_ptr + row, first, inside, top, most,
+                    count, mass, MINE, TILE,
+                )  # fmt: skip
+
+
+@triton.jit
+def count_limit(table_ptr, slot, deciding):
+    top_k = tl.load(table_ptr + slot.to(tl.int64) * WIDTH + TOP_K).to(tl.int64)
+    return tl.where(deciding == BY_MASS, NO_LIMIT, top_k)
+
+
+@triton.jit
+def top_of_row(bounds_ptr, row, LEVELS: tl.constexpr):
+    """The upper end of the first interval."""
+    return tl.load(bounds_ptr + row * (LEVELS + 1) * 2 + 1)
+
+
+@triton.jit
+def rank(
+    values_ptr, before_ptr, found_ptr, first, inside, top, most, count, mass, MINE: tl.constexpr, TILE: tl.constexpr
+):
+    """A few of the collected logits against all; count and mass lie above all of them."""
+    mine = first + tl.arange(0, MINE)
+    values = tl.load(values_ptr + mine, mask=mine < inside, other=float("-inf"))
+    above = tl.zeros([MINE, TILE], tl.int32)
+    with_equal = tl.zeros([MINE, TILE], tl.int32)
+    before = tl.zeros([MINE, TILE], tl.int64)
+    for start in range(0, inside.to(tl.int32), TILE):
+        other = start + tl.arange(0, TILE)
+        others = tl.load(values_ptr + other, mask=other < inside, other=float("-inf"))
+        is_above = others[None, :] > values[:, None]
+        above += is_above.to(tl.int32)
+        with_equal += (others[None, :] >= values[:, None]).to(tl.int32)
+        before += tl.where(is_above, mass_of(others, top)[None, :], 0)
+    above, with_equal = tl.sum(above, axis=1) + count, tl.sum(with_equal, axis=1) + count
+    before = tl.sum(before, axis=1) + mass
+    kept = above < most
+    tl.store(before_ptr + mine, tl.where(kept, before, NO_LIMIT), mask=mine < inside)
+    # equal ones that top-k keeps beyond its number count only as far as the number goes
+    is_last = kept & (with_equal >= most) & (mine < inside)
+    tl.store(found_ptr + tl.zeros_like(mine), before + (most - above) * mass_of(values, top), mask=is_last)
+
+
+@triton.jit
+def bisect_kernel(
+    table_ptr, slots_ptr, scaled_ptr, counts_ptr, masses_ptr, bounds_ptr, places_ptr, lowest_ptr, vocab,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, CUTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The smallest kept logit where too many were left to be ranked."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if is_truncated(table_ptr, slot, WIDTH):
+        low, high, _count, _mass, inside, deciding = interval(bounds_ptr, places_ptr, row, LEVELS, LEVELS)
         if inside > CAPACITY:
-            if first == 0:
-                total, top_p = total_mass(masses_ptr, row, LEVELS, CUTS), number(slot_ptr, TOP_P)
-                row_ptr = scaled_ptr + row * vocab
-                lowest = bisected(row_ptr, vocab, top, low, high, deciding, most, total, top_p, BLOCK)
-                tl.store(lowest_ptr + row, lowest)
-        elif first < inside:
-            mine = first + tl.arange(0, TILE)
-            values = tl.load(values_ptr + row * CAPACITY + mine, mask=mine < inside, other=float("-inf"))
-            base = tl.where(deciding == BY_BOTH, 0, count)
-            above = tl.zeros([TILE], tl.int64) + base
-            with_equal = above
-            before = tl.zeros([TILE], tl.int64) + tl.where(deciding == BY_BOTH, 0, mass)
-            for start in range(0, inside.to(tl.int32), TILE):
-                other = start + tl.arange(0, TILE)
-                others = tl.load(values_ptr + row * CAPACITY + other, mask=other < inside, other=float("-inf"))
-                is_above = others[None, :] > values[:, None]
-                above += tl.sum(is_above.to(tl.int32), axis=1)
-                with_equal += tl.sum((others[None, :] >= values[:, None]).to(tl.int32), axis=1)
-                before += tl.sum(tl.where(is_above, mass_of(others, top)[None, :], 0), axis=1)
-            kept = above < most
-            tl.store(before_ptr + row * CAPACITY + mine, tl.where(kept, before, NO_LIMIT), mask=mine < inside)
-            # equal ones that top-k keeps beyond its number count only as far as the number goes
-            is_last = kept & (with_equal >= most) & (mine < inside)
-            left = before + (most - above) * mass_of(values, top)
-            tl.store(found_ptr + row + tl.zeros_like(mine), left, mask=is_last)
+            most, top = count_limit(table_ptr, slot, deciding), top_of_row(bounds_ptr, row, LEVELS)
+            top_p = number(table_ptr + slot.to(tl.int64) * WIDTH, TOP_P)
+            total = total_mass(masses_ptr, row, LEVELS, CUTS)
+            row_ptr = scaled_ptr + row * vocab
+            tl.store(lowest_ptr + row, bisected(row_ptr, vocab, top, low, high, deciding, most, total, top_p, BLOCK))
 
 
 @triton.jit
@@ -417,15 +493,15 @@ def ends_within(row_ptr, vocab, low, high, BLOCK: tl.constexpr):
 @triton.jit
 def above_cut(row_ptr, vocab, top, cut, BLOCK: tl.constexpr):
     """Count and mass of the logits above it."""
-    count = tl.zeros([BLOCK], tl.int64)
-    mass = tl.zeros([BLOCK], tl.int64)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
         is_above = logits > cut
-        count += is_above.to(tl.int64)
-        mass += tl.where(is_above, mass_of(logits, top), 0)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+        count += is_above.to(tl.int32)
+        mass += tl.where(is_above, tl.exp(logits - top), 0.0)
+    return tl.sum(count, axis=0).to(tl.int64), tl.sum((mass * MASS_UNIT).to(tl.int64), axis=0)
 
 
 @triton.jit

@@ -1,11 +1,12 @@
 """Sampling on a GPU: right against the reference at the real vocabulary, then timed.
 
-    python3 tests/bench/sampling.py --out DIR [--check SEEDS] [--time]
+    python3 tests/bench/sampling.py --out DIR [--check SEEDS] [--time] [--sweep]
 
 Writes DIR/sampling.json; times are medians of replays of a CUDA graph that holds the op many times.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -29,7 +30,7 @@ from engine.ops.penalise import TokenCounts  # noqa: E402
 from engine.ops.sample import SampleRows, SampleWorkspace, sample_triton  # noqa: E402
 from engine.ops.sample_argmax import argmax  # noqa: E402
 from engine.ops.sample_table import SamplingTable  # noqa: E402
-from engine.ops.sample_truncate import TruncateShape  # noqa: E402
+from engine.ops.sample_truncate import TruncateShape, shape_for  # noqa: E402
 from tests.ops.sample_examples import assert_choices, random_example  # noqa: E402
 
 VOCAB = 248_320
@@ -151,7 +152,8 @@ def check_graph():
 
 
 def check_all(seeds):
-    shapes = (TruncateShape(), TruncateShape(levels=1, capacity=64))
+    # with the second, nearly all rows are bisected
+    shapes = (shape_for(9), TruncateShape(block=1024, counters=100, rankers=4, levels=1, capacity=64))
     found = {f"seed {seed} shape {i}": guarded(check, seed, shape) for seed in seeds for i, shape in enumerate(shapes)}
     return found | {"logprobs": guarded(check_logprobs), "graph": guarded(check_graph)}
 
@@ -175,11 +177,26 @@ def time_all():
     return times
 
 
+def sweep():
+    """Other cuts of the kernels."""
+    cuts = itertools.product((1024, 2048), (128, 256), (64, 128), (4, 8), (512, 1024, 2048))
+    shapes = [TruncateShape(*numbers) for numbers in cuts]
+    times = {}
+    for rows in (1, 8):
+        for kind, name in (("peaked", "defaults"), ("flat", "top-p"), ("flat", "temperature")):
+            logits = LOGITS[kind](rows)
+            for shape in shapes:
+                key = f"{name}, {kind}, {rows} rows, {shape}"
+                times[key] = guarded(time_one, rows, logits, REQUESTS[name], shape=shape)
+    return times
+
+
 def main():
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--out", type=Path, default=Path("."))
     arguments.add_argument("--check", type=int, default=0, help="random passes at the real vocabulary")
     arguments.add_argument("--time", action="store_true")
+    arguments.add_argument("--sweep", action="store_true", help="also time other cuts of the kernels")
     chosen = arguments.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing is timed")
@@ -192,6 +209,7 @@ def main():
         "triton": triton.__version__,
         "checks": check_all(range(chosen.check)) if chosen.check else {},
         "us": time_all() if chosen.time else {},
+        "sweep_us": sweep() if chosen.sweep else {},
     }
     results["seconds"] = time.perf_counter() - start
     chosen.out.mkdir(parents=True, exist_ok=True)
