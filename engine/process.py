@@ -1,6 +1,7 @@
 """The engine's own process: `python -m engine.process ADDRESS`, settings as JSON in the first line of its input."""
 
 import faulthandler
+import gc
 import logging
 import os
 import shutil
@@ -53,6 +54,9 @@ def run(config: EngineConfig, socket: zmq.Socket, load: "Callable[[EngineConfig]
     from engine.loading import load_engine
 
     engine = (load or load_engine)(config)
+    # what was loaded stays: a collection that walks through it would hold up a step
+    gc.collect()
+    gc.freeze()
     _send(socket, Ready(engine.info, engine.stats()))
     while True:
         _receive(engine, socket)
