@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.convert.convert import convert
 from engine.errors import CapacityError
 from engine.loading import load_engine
 from tests.engine.checkpoints import DENSE, MOE, Geometry, transparent, write_checkpoint
@@ -166,3 +167,15 @@ def test_what_warming_up_leaves_is_not_seen(checkpoint_dir):
     in_step, ahead = pair(checkpoint_dir)
     ahead._runner.warm_up((1, 63, 64, 130))
     assert generate(ahead, *mixed_requests()) == generate(in_step, *mixed_requests())
+
+
+def test_tokens_of_an_artifact_are_the_same(tmp_path):
+    """Drafted or not, beside others or alone: one arithmetic for every decode row."""
+    small = Geometry(hidden_size=128, num_experts=4, experts_per_token=2, width=64, vocab_size=320)
+    convert(write_checkpoint(tmp_path / "source", MOE, small), tmp_path / "artifact", "w4")
+    requests = [
+        request("a", prompt(1, 70), max_tokens=12),
+        request("b", prompt(2, 9), max_tokens=12, temperature=1.0, seed=2),
+    ]
+    alone = [generate(engine(tmp_path / "artifact", num_drafts=0), each)[0] for each in requests]
+    assert generate(engine(tmp_path / "artifact", is_ahead=True, num_drafts=2), *requests) == alone
