@@ -56,8 +56,11 @@ class HeldBody:
         self.num_bytes = 0
 
 
-async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """raises BodyTooLargeError, OverloadedError, SlowRequestError, ClientDisconnect"""
+async def read_body(request: Request, config: ServerConfig) -> list[bytes]:
+    """The parts of the body as they came.
+
+    raises  BodyTooLargeError, OverloadedError, SlowRequestError, ClientDisconnect
+    """
     held: HeldBody = request.state.held
     declared = request.headers.get("content-length", "0")
     num_declared = int(declared) if declared.isdecimal() else 0
@@ -73,7 +76,7 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         held.take(len(chunk))
         chunks.append(chunk)
         if not message.get("more_body"):
-            return b"".join(chunks)
+            return chunks
 
 
 async def _receive(request: Request, timeout_s: float, slack_s: float) -> dict:

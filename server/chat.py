@@ -27,7 +27,7 @@ from server.grammar import (
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
-from server.prompt import MESSAGES
+from server.prompt import MESSAGES, Prompt
 from server.protocol import ChatRequest
 from server.reasoning import Reasoning
 from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
@@ -82,18 +82,14 @@ class ChatCompletions:
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)
-        plan = plan_chat(body, model)
+        plan, prompt = await model.in_worker(_prepare, body, model)
         self._serving.metrics.count_ignored(unknown)
-        chat = await self._start(plan, model, caller)
+        chat = await self._start(plan, prompt, model, caller)
         if body.stream:
             return event_stream(self._serving.config, _events(chat, request.state.request_id), chat.answer)
         return json_response(await unless_disconnected(request, _whole(chat)))
 
-    async def _start(self, plan: ChatPlan, model: ServedModel, caller: Caller) -> ChatAnswer:
-        prompt = await model.in_worker(
-            model.prompts.chat, plan.body.messages, plan.tools, plan.options, MESSAGES, plan.ending
-        )
-        check_form(plan.form is not None, plan.ending, prompt.starts_in_thought)
+    async def _start(self, plan: ChatPlan, prompt: Prompt, model: ServedModel, caller: Caller) -> ChatAnswer:
         answer = await start_answer(
             self._serving,
             model,
@@ -110,6 +106,14 @@ class ChatCompletions:
         return ChatAnswer(
             answer, wants_logprobs=plan.logprobs is not None, wants_usage=bool(options and options.include_usage)
         )
+
+
+def _prepare(body: ChatRequest, model: ServedModel) -> tuple[ChatPlan, Prompt]:
+    """Blocking, for a worker thread: all that grows with the body. raises BadRequestError, PromptTooLongError"""
+    plan = plan_chat(body, model)
+    prompt = model.prompts.chat(body.messages, plan.tools, plan.options, MESSAGES, plan.ending)
+    check_form(plan.form is not None, plan.ending, prompt.starts_in_thought)
+    return plan, prompt
 
 
 def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import engine
 from server.errors import BadRequestError, UnsupportedError
 from server.reasoning import CLOSE
+from server.schema_ends import check_ends
 from server.schema_shape import check_shape
 from server.tool_schema import ToolSchemas
 
@@ -178,10 +179,13 @@ def answer_form(
     functions  those that may be called
     param      the field that the schema stands in
 
-    raises  BadRequestError for a function of which no grammar can be made
+    raises  BadRequestError for a schema or function of which no grammar can be made
     """
     if choice.kind == "required" or schema is not None:
         check_functions(functions)
+    if schema is not None:
+        check_shape(schema, param, param)
+        check_ends(schema, param, param)
     if choice.kind == "required":
         return AnswerForm(None, functions, is_parallel and choice.name is None, "tool_choice")
     return None if schema is None else AnswerForm(schema, functions, is_parallel, param)
@@ -297,7 +301,9 @@ def check_functions(functions: Sequence[Mapping[str, Any]]) -> None:
     num_parameters = 0
     for function in functions:
         root = function.get("parameters") or {}
-        check_shape(root, f"tools: {function['name']!r}: parameters")
+        where = f"tools: {function['name']!r}: parameters"
+        check_shape(root, where)
+        check_ends(root, where, "tools")
         num_parameters += len({*(root.get("properties") or {}), *(root.get("required") or ())})
         if num_parameters > MAX_PARAMETERS:
             raise BadRequestError(

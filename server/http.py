@@ -10,6 +10,7 @@ from starlette.responses import Response
 from config import ServerConfig
 from server.body import read_body
 from server.errors import ApiError, BadRequestError, MediaTypeError, body_for
+from server.json_size import check_json_size
 from server.protocol import Body, parse, to_json
 
 # parsing a larger body would hold up every stream
@@ -31,12 +32,20 @@ async def read_json(request: Request, kind: type[Body], config: ServerConfig) ->
     raises  BadRequestError, MediaTypeError, and what `read_body` raises
     """
     _check_media_type(request.headers)
-    raw = await read_body(request, config)
-    if not raw:
+    chunks = await read_body(request, config)
+    size = sum(map(len, chunks))
+    if not size:
         raise BadRequestError("The body is empty; send a JSON object.", code="invalid_json")
-    if len(raw) <= INLINE_BYTES:
-        return parse(raw, kind)
-    return await asyncio.to_thread(parse, raw, kind)
+    if size <= INLINE_BYTES:
+        return parse(b"".join(chunks), kind)
+    return await asyncio.to_thread(_parse_large, chunks, kind)
+
+
+def _parse_large(chunks: list[bytes], kind: type[Body]) -> tuple[Body, list[str]]:
+    raw = b"".join(chunks)
+    chunks.clear()
+    check_json_size(raw)
+    return parse(raw, kind)
 
 
 def _check_media_type(headers: Mapping[str, str]) -> None:

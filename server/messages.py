@@ -47,18 +47,17 @@ class Messages:
 
     async def create(self, request: Request) -> Response | ASGIApp:
         body, model, caller = await self._read(request)
-        prompt = await model.in_worker(_prompt, body, model)
+        prompt, rules, form = await model.in_worker(_prepare, body, model)
         limit = OutputLimit(body.max_tokens, model.default_max_tokens)
-        functions = callable_functions(_tools(body), _choice(body.tool_choice))
         answer = await start_answer(
             self._serving,
             model,
             caller,
             [prompt],
-            _rules(body, functions, model),
+            rules,
             sampling_for(body, model, limit),
             prefix="msg_",
-            form=_form(body, functions),
+            form=form,
             budget=_budget(body),
         )
         if body.stream:
@@ -68,7 +67,7 @@ class Messages:
 
     async def count_tokens(self, request: Request) -> Response:
         body, model, _ = await self._read(request)
-        prompt = await model.in_worker(_prompt, body, model)
+        prompt, _, _ = await model.in_worker(_prepare, body, model)
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def _read(self, request: Request) -> tuple[MessagesRequest, ServedModel, Caller]:
@@ -79,16 +78,21 @@ class Messages:
         if not body.messages:
             raise BadRequestError("messages is empty; send at least one message of role user.", param="messages")
         check_ranges(body)
-        callable_functions(_tools(body), _choice(body.tool_choice))
         self._serving.metrics.count_ignored(unknown)
         return body, model, caller
 
 
-def _prompt(body: MessagesRequest, model: ServedModel) -> Prompt:
-    """Thinking is on when it is asked for, as this API's clients expect."""
+def _prepare(body: MessagesRequest, model: ServedModel) -> tuple[Prompt, TextRules, AnswerForm | None]:
+    """Blocking, for a worker thread: all that grows with the body. raises BadRequestError, PromptTooLongError
+
+    Thinking is on when it is asked for, as this API's clients expect.
+    """
+    tools = _tools(body)
+    functions = callable_functions(tools, _choice(body.tool_choice))
+    form = _form(body, functions)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     options = model.prompts.options(None, None, thinks)
-    return model.prompts.chat(chat_messages(body), _tools(body), options)
+    return model.prompts.chat(chat_messages(body), tools, options), _rules(body, functions, model), form
 
 
 def _tools(body: MessagesRequest) -> list[dict[str, Any]]:

@@ -165,6 +165,8 @@ HALF_PAIR = re.compile(
 )
 HALF_PAIR_REASON = r"a text holds half of a UTF-16 pair (\ud800 to \udfff), which is no character; leave it out"
 
+SEARCH_BYTES = 65_536
+PAIR_BYTES = len(rb"\ud83d\ude00")
 FLOAT_FOR_INT = "got `float`"
 STEP = re.compile(r"\w+")
 
@@ -182,13 +184,19 @@ def parse(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     except msgspec.ValidationError as error:
         raise _wrong_field(error) from error
     except msgspec.DecodeError as error:
-        reason = HALF_PAIR_REASON if HALF_PAIR.search(raw) else str(error)
+        reason = HALF_PAIR_REASON if _has_half_pair(raw) else str(error)
         raise BadRequestError(f"The body is not valid JSON: {reason}.", code="invalid_json") from error
     except UnicodeDecodeError as error:
         raise BadRequestError("The body is not valid UTF-8.", code="invalid_json") from error
     except RecursionError as error:
         raise BadRequestError("The body is nested too deeply.", code="invalid_json") from error
     return body, _unknown(fields, kind)
+
+
+def _has_half_pair(raw: bytes) -> bool:
+    """In steps, between which others may run. A pair may lie across two of them."""
+    steps = range(0, len(raw), SEARCH_BYTES)
+    return any(HALF_PAIR.search(raw, max(0, start - PAIR_BYTES), start + SEARCH_BYTES) for start in steps)
 
 
 def _decode(raw: bytes, kind: type[Body]) -> Body:

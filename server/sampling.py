@@ -13,6 +13,7 @@ from server.protocol import SamplingFields
 
 MAX_CHOICES = 16
 MAX_STOPS = 64
+MAX_STOP_TOKENS = 1_024
 MAX_TOP_LOGPROBS = 20
 # name -> lowest and highest value
 RANGES = SAMPLING_RANGES | {
@@ -31,6 +32,11 @@ def check_ranges(request: SamplingFields) -> None:
         value = getattr(request, name)
         if value is not None and not low <= value <= high:
             raise BadRequestError(f"{name}: {value} is not between {low} and {high}.", param=name)
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise BadRequestError(
+            f"stop_token_ids: {len(request.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed.",
+            param="stop_token_ids",
+        )
     if request.top_p == 0:
         raise BadRequestError(
             "top_p: 0 leaves no token to choose; for greedy output write temperature 0.", param="top_p"

@@ -38,9 +38,7 @@ class Tokenize:
     async def detokenize(self, request: Request) -> Response:
         body, _ = await read_json(request, DetokenizeRequest, self._serving.config)
         model = self._model(request, body.model)
-        if wrong := [token for token in body.tokens if not 0 <= token < model.info.vocab_size]:
-            raise BadRequestError(f"tokens: {wrong[0]} is no token id below {model.info.vocab_size}.", param="tokens")
-        return json_response({"prompt": await model.in_worker(_spell, body.tokens, model)})
+        return json_response({"prompt": await model.in_worker(_spell_checked, body.tokens, model)})
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         """These paths take a model name, but do not ask for one."""
@@ -56,6 +54,14 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     options = model.prompts.options(body.chat_template_kwargs, None, None)
     ending = prompt_ending(body.add_generation_prompt, body.continue_final_message)
     return model.prompts.chat(body.messages, declared_tools(body.tools), options, MESSAGES, ending).token_ids
+
+
+def _spell_checked(token_ids: list[int], model: ServedModel) -> str:
+    vocab_size = model.info.vocab_size
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise BadRequestError(f"tokens: {wrong} is no token id below {vocab_size}.", param="tokens")
+    return _spell(token_ids, model)
 
 
 def _spell(token_ids: list[int], model: ServedModel) -> str:

@@ -46,7 +46,7 @@ def _types(schema: Any, root: Any, depth: int) -> set[str]:
     if not isinstance(schema, dict) or depth == 0:
         return set()
     if "$ref" in schema:
-        return _types(_resolve(schema["$ref"], root), root, depth - 1)
+        return _types(resolve(schema["$ref"], root), root, depth - 1)
     declared = schema.get("type")
     if isinstance(declared, str):
         return {declared}
@@ -71,7 +71,8 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _resolve(reference: Any, root: Any) -> Any:
+def resolve(reference: Any, root: Any) -> Any:
+    """What a reference inside of the same schema leads to; None when that is nothing."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = root
