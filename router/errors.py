@@ -31,7 +31,7 @@ LONGEST_RETRY_AFTER_S = 60
 class GatewayError(Exception):
     status = 500
     type = "server_error"
-    code: str | None = None
+    code: str | None = "internal_error"
     anthropic_type = "api_error"
     param: str | None = None
 
@@ -45,7 +45,7 @@ class ForbiddenError(GatewayError):
 
 
 class RequestError(GatewayError):
-    status, type, anthropic_type = 400, "invalid_request_error", "invalid_request_error"
+    status, type, code, anthropic_type = 400, "invalid_request_error", None, "invalid_request_error"
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -96,7 +96,8 @@ class QuotaError(GatewayError):
 
 
 class UnavailableError(GatewayError):
-    status, code, anthropic_type = 503, "server_is_overloaded", "overloaded_error"
+    status, type, code = 503, "service_unavailable_error", "server_is_overloaded"
+    anthropic_type = "overloaded_error"
 
     def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
         super().__init__(message)

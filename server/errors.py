@@ -67,9 +67,11 @@ class PromptTooLongError(BadRequestError):
 
     def __init__(self, max_model_len: int, num_tokens: int, *, is_exact: bool = True, param: str = "messages") -> None:
         count = f"{num_tokens}" if is_exact else f"at least {num_tokens}"
+        # a prompt that fills the context to the last token
+        room = ", which leaves none for an answer" if num_tokens == max_model_len else ""
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
-            f"{count} tokens. Please reduce the length of the {param}.",
+            f"{count} tokens{room}. Please reduce the length of the {param}.",
             param=param,
         )
         self.max_model_len = max_model_len
@@ -78,7 +80,7 @@ class PromptTooLongError(BadRequestError):
 
 class AuthenticationError(ApiError):
     status = 401
-    type = "authentication_error"
+    type = INVALID_REQUEST
     code = "invalid_api_key"
 
     def headers(self) -> dict[str, str]:
@@ -87,7 +89,7 @@ class AuthenticationError(ApiError):
 
 class PermissionDeniedError(ApiError):
     status = 403
-    type = "permission_error"
+    type = INVALID_REQUEST
     code = "permission_denied"
 
 
@@ -173,7 +175,9 @@ def body_for(path: str, error: ApiError, request_id: str) -> tuple[int, ErrorBod
     kind = MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.message
     if isinstance(error, PromptTooLongError):
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len} maximum"
+        # an answer needs a token of the context too
+        most = error.max_model_len - (error.num_tokens == error.max_model_len)
+        message = f"prompt is too long: {error.num_tokens} tokens > {most} maximum"
     return status, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 

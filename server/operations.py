@@ -3,6 +3,7 @@
 from server.answers import (
     AnsweredMessage,
     ChatCompletion,
+    DeletedResponse,
     GeneratedText,
     Liveness,
     ModelCard,
@@ -35,9 +36,12 @@ from server.responses_protocol import ResponsesRequest
 from server.serving import Serving
 from server.tokenize import Tokenize
 
+KEPT_RESPONSE = "/v1/responses/{response_id}"
+
 
 def api_operations(serving: Serving) -> list[Operation]:
     messages = Messages(serving)
+    responses = Responses(serving)
     tokenize = Tokenize(serving)
     catalog = Catalog(serving)
     health = Health(serving)
@@ -63,11 +67,20 @@ def api_operations(serving: Serving) -> list[Operation]:
         Operation(
             "POST",
             "/v1/responses",
-            Responses(serving).create,
+            responses.create,
             "OpenAI's responses",
             ResponseObject,
             ResponsesRequest,
             is_streamed=True,
+        ),
+        Operation("GET", KEPT_RESPONSE, responses.show, "A response that is kept", ResponseObject),
+        Operation("DELETE", KEPT_RESPONSE, responses.delete, "Forgets a response", DeletedResponse),
+        Operation(
+            "POST",
+            f"{KEPT_RESPONSE}/cancel",
+            responses.cancel,
+            "Refused with 400, since no response is made in the background",
+            ResponseObject,
         ),
         Operation(
             "POST",

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, start_answer
-from server.answers import ResponseObject, ResponseUsage
+from server.answers import DeletedResponse, ResponseObject, ResponseUsage
 from server.auth import Caller
 from server.choice import Delta
-from server.errors import ApiError, PromptTooLongError, UnsupportedError, from_exception
+from server.errors import ApiError, BadRequestError, PromptTooLongError, UnsupportedError, from_exception
 from server.grammar import AnswerForm, answer_form, callable_functions, response_schema, tool_choice
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
@@ -23,7 +23,7 @@ from server.pipeline import Event, TextRules
 from server.prompt import Prompt
 from server.protocol import ChatMessage, FunctionCall, ToolCall, to_json
 from server.reasoning import Reasoning
-from server.response_store import ResponseStore
+from server.response_store import KeptResponse, ResponseStore
 from server.responses_protocol import ResponsesRequest, function_tools, input_messages
 from server.sampling import OutputLimit, check_ranges, sampling_for
 from server.serving import Serving
@@ -54,7 +54,9 @@ class Responses:
         model = self._serving.model
         caller: Caller = request.state.caller
         check_model(body.model, model, caller)
-        plan = self._plan(body, caller)
+        previous = body.previous_response_id
+        earlier = self._store.messages(caller.tenant, previous) if previous else ()
+        plan = await model.in_worker(_plan, body, earlier, caller.tenant)
         self._serving.metrics.count_ignored(unknown)
         try:
             answer = await self._start(plan, model, caller)
@@ -68,17 +70,23 @@ class Responses:
             return self._stream(self._events(writer, request.state.request_id), answer.close, writer.numbers, writer)
         return json_response(await unless_disconnected(request, self._whole(writer)))
 
-    def _plan(self, body: ResponsesRequest, caller: Caller) -> ResponsePlan:
-        check_ranges(body)
-        _check_form(body)
-        earlier = self._store.get(caller.tenant, body.previous_response_id) if body.previous_response_id else ()
-        messages = [*earlier, *input_messages(body.input)]
-        tools, choice = declared_tools(function_tools(body.tools)), tool_choice(body.tool_choice)
-        functions = callable_functions(tools, choice)
-        schema = response_schema(body.text.format if body.text else None, "text.format")
-        is_parallel = body.parallel_tool_calls is not False
-        form = answer_form(schema, functions, choice, is_parallel=is_parallel, param="text.format")
-        return ResponsePlan(body, messages, tools, functions, form, caller.tenant)
+    async def show(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise UnsupportedError("stream: a response that is kept is shown whole.", param="stream")
+        return Response(self._store.body(*_kept_name(request)), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        tenant, response_id = _kept_name(request)
+        self._store.delete(tenant, response_id)
+        return json_response(DeletedResponse(id=response_id, object="response", deleted=True))
+
+    async def cancel(self, request: Request) -> Response:
+        self._store.body(*_kept_name(request))
+        raise BadRequestError(
+            "This response is complete, and was not made in the background: one that runs is cancelled by closing its "
+            "connection.",
+            param="response_id",
+        )
 
     async def _start(self, plan: ResponsePlan, model: ServedModel, caller: Caller) -> Answer:
         body = plan.body
@@ -144,8 +152,27 @@ class Responses:
 
     def _keep(self, writer: "ResponseWriter") -> None:
         if writer.plan.body.store is not False:
-            messages = [*writer.plan.messages, writer.message()]
-            self._store.put(writer.plan.tenant, writer.answer.answer_id, messages)
+            body = to_json(writer.response(writer.final_status()))
+            kept = KeptResponse([*writer.plan.messages, writer.message()], body)
+            self._store.put(writer.plan.tenant, writer.answer.answer_id, kept)
+
+
+def _plan(body: ResponsesRequest, earlier: Sequence[ChatMessage], tenant: str) -> ResponsePlan:
+    """Blocking, for a worker thread. raises BadRequestError"""
+    check_ranges(body)
+    _check_form(body)
+    messages = [*earlier, *input_messages(body.input)]
+    tools, choice = declared_tools(function_tools(body.tools)), tool_choice(body.tool_choice)
+    functions = callable_functions(tools, choice)
+    schema = response_schema(body.text.format if body.text else None, "text.format")
+    is_parallel = body.parallel_tool_calls is not False
+    form = answer_form(schema, functions, choice, is_parallel=is_parallel, param="text.format")
+    return ResponsePlan(body, messages, tools, functions, form, tenant)
+
+
+def _kept_name(request: Request) -> tuple[str, str]:
+    caller: Caller = request.state.caller
+    return caller.tenant, request.path_params["response_id"]
 
 
 async def _nothing() -> None:

@@ -7,6 +7,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router import errors as router_errors
+from server.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    InternalError,
+    MediaTypeError,
+    MethodNotAllowedError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    SlowRequestError,
+    body_for,
+)
 from tests.server.live import NAME, running
 from tests.server.test_chat import TOOLS, ask
 
@@ -208,7 +221,10 @@ def test_a_prompt_just_within_the_limit(live):
     assert answer.json()["usage"]["total_tokens"] == 4096
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     error = refusal(live.post(ask("hi" + " hi" * (words + 1), max_tokens=100)))
-    assert "resulted in 4096 tokens" in error["message"] or "resulted in at least 4096 tokens" in error["message"]
+    assert "4096 tokens, which leaves none for an answer" in error["message"]
+    fields = ask("hi" + " hi" * (words + 1), max_tokens=100)
+    refused = live.post({**fields, "thinking": {"type": "enabled"}}, "/v1/messages")
+    assert refused.json()["error"]["message"] == "prompt is too long: 4096 tokens > 4095 maximum"
 
 
 def test_paths_methods_and_media_types(live):
@@ -360,6 +376,34 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(checkpoint, tmp_path):
             stream.close()
         busy.wait_until(lambda: busy.engine.stats.num_running + busy.engine.stats.num_waiting == 0)
         assert busy.post(ask("hi")).status_code == 200
+
+
+PAIRS = [
+    (AuthenticationError("x"), router_errors.AuthError("x")),
+    (PermissionDeniedError("x"), router_errors.ForbiddenError("x")),
+    (NotFoundError("x"), router_errors.PathError("x")),
+    (NotFoundError("x", param="model", code="model_not_found"), router_errors.ModelNotFoundError("x", ())),
+    (MethodNotAllowedError("GET"), router_errors.MethodError("x")),
+    (SlowRequestError("x"), router_errors.SlowRequestError("x")),
+    (BodyTooLargeError("x"), router_errors.BodyTooLargeError("x")),
+    (MediaTypeError("x"), router_errors.MediaTypeError("x")),
+    (OverloadedError("x", 5), router_errors.UnavailableError("x")),
+    (InternalError("id"), router_errors.GatewayError("x")),
+]
+
+
+@pytest.mark.parametrize(("ours", "gateway"), PAIRS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_fault_has_one_code_on_the_gateway_and_behind_it(ours, gateway, path):
+    status, body = body_for(path, ours, "id")
+    api = "messages" if path == "/v1/messages" else "chat"
+    gateway_status, headers, raw = router_errors.error_response(gateway, api, "id")
+    assert status == gateway_status
+    without_text = [{**error["error"], "message": ""} for error in (body, json.loads(raw))]
+    assert without_text[0] == without_text[1]
+    # what a client does next
+    assert ours.headers().get("x-should-retry") == headers.get("x-should-retry")
+    assert ours.headers().get("retry-after") == headers.get("retry-after")
 
 
 ANYTHING = st.recursive(

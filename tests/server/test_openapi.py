@@ -43,7 +43,7 @@ def test_every_path_is_described(document, operations):
     for path, methods in document["paths"].items():
         for method, described in methods.items():
             assert "200" in described["responses"], (method, path)
-            assert ("requestBody" in described) == (method == "post")
+            assert ("requestBody" in described) == (method == "post" and not path.endswith("/cancel"))
     assert document["openapi"].startswith("3.1")
     assert "529" in document["paths"]["/v1/messages"]["post"]["responses"]
     assert "503" not in document["paths"]["/v1/messages"]["post"]["responses"]
@@ -72,10 +72,13 @@ def body_for(path: str) -> dict:
 def test_answers_are_of_the_type_that_is_described(live, operations):
     """Nothing in an answer is missing, of another type, or unknown to its type."""
     for (method, path), operation in operations.items():
-        if operation.answer is str or method == "DELETE" or "responses/" in path:
+        if operation.answer is str or path.endswith("/cancel"):
             continue
         url = path.replace("{name:path}", NAME)
-        answer = live.post(body_for(path), path) if method == "POST" else live.http.get(url)
+        if "{" in url:
+            made = live.post(body_for("/v1/responses"), "/v1/responses").json()["id"]
+            url = url.replace("{response_id}", made)
+        answer = live.post(body_for(path), path) if method == "POST" else live.http.request(method, url)
         assert answer.status_code == 200, (path, answer.text)
         read = msgspec.json.decode(answer.content, type=operation.answer)
         assert msgspec.to_builtins(read) == answer.json(), path

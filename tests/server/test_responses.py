@@ -8,7 +8,7 @@ from openai.types.responses import Response
 
 from server.errors import NotFoundError
 from server.protocol import ChatMessage, parse
-from server.response_store import ResponseStore
+from server.response_store import KeptResponse, ResponseStore
 from server.responses_protocol import ResponsesRequest, input_messages
 from tests.server.live import NAME
 from tests.server.raw import TOOLS as FUNCTIONS
@@ -202,16 +202,51 @@ def test_items_become_turns():
 def test_the_store_is_bounded_and_private():
     store = ResponseStore(max_responses=2, max_chars=100)
     for name in "abc":
-        store.put("t", name, [ChatMessage("user", "x" * 10)])
-    with pytest.raises(NotFoundError):
-        store.get("t", "a")
-    assert store.get("t", "c")
-    with pytest.raises(NotFoundError):
-        store.get("other", "c")
-    store.put("t", "d", [ChatMessage("user", "x" * 95)])
+        store.put("t", name, kept("x" * 10))
+    for find in (store.messages, store.body, store.delete):
+        for tenant, name in (("t", "a"), ("other", "c")):
+            with pytest.raises(NotFoundError):
+                find(tenant, name)
+    assert store.messages("t", "c")
+    store.put("t", "d", kept("x" * 93))
     assert len(store) == 1
-    store.put("t", "e", [ChatMessage("user", "x" * 101)])
+    store.put("t", "e", kept("x" * 99))
     assert len(store) == 0
+    # what is deleted makes room
+    for name in "fg":
+        store.put("t", name, kept("x" * 90))
+        store.delete("t", name)
+    assert len(store) == 0
+
+
+def kept(text: str) -> KeptResponse:
+    return KeptResponse([ChatMessage("user", text)], b"{}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_kept_response_is_shown_and_forgotten(live, stream):
+    if stream:
+        made = live.openai.responses.create(model=NAME, input="hi", stream=True)
+        answer = [event for event in made if event.type == "response.completed"][-1].response
+    else:
+        answer = live.openai.responses.create(model=NAME, input="hi")
+    assert live.openai.responses.retrieve(answer.id) == answer
+    with pytest.raises(openai.BadRequestError, match="background"):
+        live.openai.responses.cancel(answer.id)
+    assert refusal(live.http.get(f"{PATH}/{answer.id}?stream=true"))["param"] == "stream"
+    forgotten = live.http.delete(f"{PATH}/{answer.id}")
+    assert forgotten.json() == {"id": answer.id, "object": "response", "deleted": True}
+    for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        error = refusal(live.http.request(method, f"{PATH}/{answer.id}{rest}"), 404)
+        assert (error["param"], error["code"]) == ("response_id", "not_found")
+    with pytest.raises(openai.NotFoundError):
+        live.openai.responses.create(model=NAME, input="more", previous_response_id=answer.id)
+
+
+def test_what_is_not_to_be_kept_cannot_be_shown(live):
+    answer = whole(live, "hi", store=False)
+    assert refusal(live.http.get(f"{PATH}/{answer['id']}"), 404)
+    assert live.http.put(f"{PATH}/{answer['id']}").headers["allow"] == "DELETE, GET, HEAD"
 
 
 @pytest.mark.parametrize("field", ["conversation", "prompt"])
