@@ -1,6 +1,6 @@
 """Which headers pass, in both directions: a list of what may, so that nothing unknown does."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from config import Upstream
 
@@ -25,6 +25,7 @@ TO_CLIENT = (
     "x-should-retry",
     "openai-processing-ms",
 )
+_TO_CLIENT = {name.encode(): name for name in TO_CLIENT}
 # trusted by the engine's server only beside the shared secret
 TENANT = "x-longlane-tenant"
 PRIORITY = "x-longlane-priority"
@@ -49,5 +50,7 @@ def upstream_headers(
     return headers
 
 
-def client_headers(upstream: Mapping[str, str]) -> dict[str, str]:
-    return {name: upstream[name] for name in TO_CLIENT if name in upstream}
+def client_headers(upstream: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """upstream  names and values as they came"""
+    found = ((_TO_CLIENT.get(name.lower()), value) for name, value in upstream)
+    return {name: value.decode("latin-1") for name, value in found if name is not None}

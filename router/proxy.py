@@ -207,7 +207,7 @@ class Proxy:
     ) -> None:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise UpstreamError(f"upstream {worker.name} sent a compressed stream though none was asked for")
-        await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers))
+        await call.exchange.start(response.status_code, UNBUFFERED | client_headers(response.headers.raw))
         edit = self._edit(call, worker)
         keep = partial(self._keep_response, call, worker)
         failure = await Relay(call.exchange, worker.upstream, chunks, self.config, edit, keep).events()
@@ -222,7 +222,7 @@ class Proxy:
         held: bytes,
         is_whole: bool,
     ) -> None:
-        headers = client_headers(response.headers)
+        headers = client_headers(response.headers.raw)
         if is_whole:
             call.exchange.counts = body_counts(held)
             if call.route.api == "responses" and response.status_code < 300:

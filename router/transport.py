@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
 
 import aiohttp
 import httpx
@@ -64,7 +65,9 @@ class Transport:
         # as bytes: a client's header values need not be ASCII
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
         try:
-            return httpx.Request(method, url, headers=raw, content=body, extensions={"timeout": self._timeouts})
+            # reading an address takes as long as all else here; few differ but in their query
+            target = httpx.URL(url) if "?" in url else _known_url(url)
+            return httpx.Request(method, target, headers=raw, content=body, extensions={"timeout": self._timeouts})
         except httpx.InvalidURL as error:
             raise RequestError(f"no upstream can be asked for this address: {error}") from error
 
@@ -101,6 +104,11 @@ class Transport:
         except (TimeoutError, httpx.TransportError, aiohttp.ClientError):
             # the connection is lost either way, which is what closing is for
             return
+
+
+@lru_cache(maxsize=256)
+def _known_url(url: str) -> httpx.URL:
+    return httpx.URL(url)
 
 
 def _before_headers(name: str, url: str, error: httpx.TransportError) -> GatewayError:
