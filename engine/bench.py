@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -73,10 +74,7 @@ def main() -> int:
     except (ConfigError, EngineError) as error:
         print(error, file=sys.stderr)
         return 1
-    text = json.dumps(report, indent=2)
-    print(text)
-    if settings["bench"].out is not None:
-        settings["bench"].out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
     return 0
 
 
@@ -91,12 +89,11 @@ async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
     try:
         pool = prompt_pool(bench, client.info.vocab_size)
         await run_round(client, bench, pool, num_prompt_tokens=64, count=1, name="warm-up")
-        rows = [
-            await measure_row(client, engine, bench, pool, num_prompt_tokens, count, copied)
-            for num_prompt_tokens in bench.prompt_tokens
-            for count in bench.requests
-        ]
-        report = about(engine, client) | {"load_s": round(load_s, 2), "copy_bytes_per_s": copied, "rows": rows}
+        report = about(engine, client) | {"load_s": round(load_s, 2), "copy_bytes_per_s": copied, "rows": []}
+        for num_prompt_tokens, count in product(bench.prompt_tokens, bench.requests):
+            report["rows"].append(await measure_row(client, engine, bench, pool, num_prompt_tokens, count, copied))
+            print(json.dumps(report["rows"][-1]), file=sys.stderr, flush=True)
+            keep(report, bench.out)
     finally:
         await client.close()
     if bench.breakdown is not None:
@@ -104,7 +101,14 @@ async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
         from engine.breakdown import breakdown
 
         report["breakdown"] = breakdown(engine, bench.breakdown)
+        keep(report, bench.out)
     return report
+
+
+def keep(report: dict[str, Any], out: Path | None) -> None:
+    """After every row: what comes next may not end."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 async def measure_row(
