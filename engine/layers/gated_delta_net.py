@@ -6,31 +6,30 @@ import torch
 
 from engine.layers.linear import Linear
 from engine.layers.norm import GatedRMSNorm, RMSNorm
+from engine.layers.quantized import QuantizedLinear
 from engine.layers.rows import Rows
-from engine.ops.causal_conv import causal_conv
-from engine.ops.delta_state import DeltaState
-from engine.ops.gated_delta_chunked import gated_delta_chunked
+from engine.ops.causal_conv_heads import causal_conv_heads
+from engine.ops.delta_state import DeltaState, DeltaWeights
+from engine.ops.gated_delta_decode import gated_delta_decode, gated_delta_decode_rounded
 from engine.ops.gated_delta_fold import gated_delta_fold
-from engine.ops.gated_delta_gates import gated_delta_gates
-from engine.ops.gated_delta_recurrent import gated_delta_recurrent
-from engine.ops.l2_norm import l2_norm
+from engine.ops.gated_delta_prefill import gated_delta_prefill
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
     """The rows of the last pass that turned out to stand are folded into the state, then the new ones are run.
 
-    projection           [channels + value_heads * value_dim + 2 * value_heads, hidden]  query|key|value, z, a, b
-    conv                 [channels, width] over query|key|value
+    projection      [channels + value_heads * value_dim + 2 * value_heads, hidden]  query|key|value, z, a, b
+    conv            [channels, width] over query|key|value
     decay, dt_bias  [value_heads] fp32; decay is -exp(A_log)
     """
 
-    projection: Linear
+    projection: Linear | QuantizedLinear
     conv: torch.Tensor
     decay: torch.Tensor
     dt_bias: torch.Tensor
     norm: GatedRMSNorm
-    output: Linear
+    output: Linear | QuantizedLinear
     key_heads: int
     value_heads: int
     key_dim: int
@@ -38,34 +37,34 @@ class GatedDeltaNet:
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm, rows: Rows, memory: DeltaState) -> torch.Tensor:
         """x + the linear attention over norm(x)"""
-        gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
-        value_width = self.value_heads * self.value_dim
-        sizes = [len(self.conv), value_width, self.value_heads, self.value_heads]
-        mixed, z, a, b = self.projection(x, norm, is_prompt=rows.commits).split(sizes, dim=-1)
-        gates = gated_delta_gates(a, b, self.decay, self.dt_bias)
-        attended = self._attend(*self._convolve(mixed, rows, memory), *gates, rows, memory)
-        z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        return self.output(self.norm(attended, z).flatten(1), residual=x, is_prompt=rows.commits)
-
-    def _convolve(self, mixed: torch.Tensor, rows: Rows, memory: DeltaState) -> tuple[torch.Tensor, ...]:
-        """Query and key of unit length and value, one row per token, in fp32."""
-        convolved = causal_conv(mixed, self.conv, memory.inputs, rows.state_slots, rows.num_rows, commits=rows.commits)
-        width = 2 * self.key_heads * self.key_dim
-        query_key = l2_norm(convolved[:, :width].unflatten(-1, (2 * self.key_heads, self.key_dim)))
-        value = convolved[:, width:].unflatten(-1, (self.value_heads, self.value_dim)).to(query_key.dtype)
-        return *query_key.chunk(2, dim=1), value
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_alpha: torch.Tensor,
-        beta: torch.Tensor,
-        rows: Rows,
-        memory: DeltaState,
-    ) -> torch.Tensor:
-        inputs = (query, key, value, log_alpha, beta)
+        projected = self.projection(x, norm, is_prompt=rows.commits)
         if rows.commits:
-            return gated_delta_chunked(*inputs, memory.state, rows.state_slots, rows.num_rows)
-        return gated_delta_recurrent(*inputs, memory, rows.state_slots, rows.num_rows)
+            return self.output(self._prefill(projected, rows, memory), residual=x, is_prompt=True)
+        # what follows reads 8 bits where its matrix is stored in few
+        decode = gated_delta_decode_rounded if isinstance(self.output, QuantizedLinear) else gated_delta_decode
+        attended = decode(
+            projected, self._weights(), memory, rows.state_slots, rows.query_starts, rows.num_accepted, rows.num_rows
+        )
+        return self.output(attended, residual=x)
+
+    def _prefill(self, projected: torch.Tensor, rows: Rows, memory: DeltaState) -> torch.Tensor:
+        weights, where = self._weights(), (rows.state_slots, rows.query_starts, rows.num_rows)
+        mixed, z, a, b = weights.split(projected)
+        gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
+        convolved, norms = causal_conv_heads(
+            mixed, self.conv, memory.inputs, *where, unit_heads=2 * self.key_heads, dim=self.key_dim
+        )
+        attended = gated_delta_prefill(convolved, norms, a, b, weights, memory.state, *where)
+        return self.norm(attended, z.unflatten(-1, (self.value_heads, self.value_dim))).flatten(1)
+
+    def _weights(self) -> DeltaWeights:
+        return DeltaWeights(
+            conv=self.conv,
+            decay=self.decay,
+            dt_bias=self.dt_bias,
+            norm=self.norm.weight,
+            eps=self.norm.eps,
+            key_heads=self.key_heads,
+            value_heads=self.value_heads,
+            dim=self.key_dim,
+        )

@@ -146,48 +146,44 @@ def _launch(
     assert projected.stride(1) == 1 and weights.conv.is_contiguous()
     assert all(tensor.is_contiguous() for tensor in memory.tensors())
     device = projected.device
+    scratch = torch.empty(len(num_rows), weights.value_heads, pending, 5, weights.dim, device=device)
     gated_delta_decode_kernel[(weights.value_heads, len(num_rows))](
         projected, weights.conv, weights.decay, weights.dt_bias, weights.norm, *memory.tensors(), state_slots,
-        query_starts, num_accepted, *outputs, projected.stride(0), weights.eps, KEY_HEADS=weights.key_heads,
+        query_starts, num_accepted, scratch, *outputs, projected.stride(0), weights.eps, KEY_HEADS=weights.key_heads,
         GROUP=weights.value_heads // weights.key_heads, PENDING=pending, IS_ROUNDED=is_rounded,
         PDL=has_dependent_launch(device), **launch_options(device, NUM_WARPS),
     )  # fmt: skip
 
 
 @triton.jit
-def pick(pair, is_it, AXIS: tl.constexpr):
-    """One of two along an axis; adding zeros changes nothing."""
-    return tl.sum(tl.where(is_it, pair, 0.0), axis=AXIS)
+def load_past(inputs_at, t, BACK: tl.constexpr, channels):
+    """The input BACK rows before row t [PENDING, DIM], where that is one from before the pass."""
+    source = t - BACK
+    return tl.load(inputs_at + (source + 3) * channels, mask=source < 0, other=0.0)
 
 
 @triton.jit
-def load_taps(at, stride, mask):
-    """The three inputs of the convolution from a row on."""
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + stride, mask=mask, other=0.0)
-    return first, second, tl.load(at + 2 * stride, mask=mask, other=0.0)
+def load_all_past(inputs_at, t, channels):
+    third = load_past(inputs_at, t, 3, channels)
+    return third, load_past(inputs_at, t, 2, channels), load_past(inputs_at, t, 1, channels)
 
 
 @triton.jit
-def store_taps(at, stride, first, second, third, mask):
-    tl.store(at, first, mask=mask)
-    tl.store(at + stride, second, mask=mask)
-    tl.store(at + 2 * stride, third, mask=mask)
+def load_row(x_at, t, rows, BACK: tl.constexpr, x_stride):
+    """The input BACK rows before row t, where it is one of the pass."""
+    source = t - BACK
+    return tl.load(x_at + source * x_stride, mask=(source >= 0) & (t < rows), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_factors(at, mask):
-    """Of the convolution; where it is masked, those that change nothing."""
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + 1, mask=mask, other=0.0)
-    third = tl.load(at + 2, mask=mask, other=0.0)
-    return first, second, third, tl.load(at + 3, mask=mask, other=1.0)
-
-
-@triton.jit
-def convolve(first, second, third, x, factors):
-    y = first * factors[0] + second * factors[1] + third * factors[2] + x * factors[3]
-    return y * tl.sigmoid(y)
+def convolve(x_at, conv_at, past, t, rows, x_stride):
+    """silu of the convolution, and the rows themselves."""
+    x = load_row(x_at, t, rows, 0, x_stride)
+    y = (load_row(x_at, t, rows, 3, x_stride) + past[0]) * tl.load(conv_at)
+    y += (load_row(x_at, t, rows, 2, x_stride) + past[1]) * tl.load(conv_at + 1)
+    y += (load_row(x_at, t, rows, 1, x_stride) + past[2]) * tl.load(conv_at + 2)
+    y += x * tl.load(conv_at + 3)
+    return (y * tl.sigmoid(y)).to(x_at.dtype.element_ty).to(tl.float32), x
 
 
 @triton.jit
@@ -199,11 +195,14 @@ def times_vector(tile, vector):
 @triton.jit(do_not_specialize=["x_stride"])
 def gated_delta_decode_kernel(
     x_ptr, conv_ptr, decay_ptr, dt_bias_ptr, norm_ptr, state_ptr, inputs_ptr, keys_ptr, u_ptr, alpha_ptr, arrivals_ptr,
-    slots_ptr, starts_ptr, accepted_ptr, y_ptr, scales_ptr, sums_ptr, x_stride, eps,
+    slots_ptr, starts_ptr, accepted_ptr, scratch_ptr, y_ptr, scales_ptr, sums_ptr, x_stride, eps,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, PENDING: tl.constexpr, IS_ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one request. What its key head's value heads share is written by the last of them to have
-    read it: which one that is depends on arrival, what it writes does not."""
+    """One value head of one request. Only the recurrence goes row by row; what comes before it and after it is done
+    for all rows there may be at once, one row a warp, and handed over through memory of the program's own.
+
+    What its key head's value heads share is written by the last of them to have read it: which one that is depends on
+    arrival, what it writes does not."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dim: tl.constexpr = 128
@@ -218,68 +217,91 @@ def gated_delta_decode_kernel(
     alpha_ptr += slot * (PENDING * value_heads) + head
     arrivals_ptr += slot * KEY_HEADS + key_head
     inputs_ptr += slot * ((3 + PENDING) * channels)
-    lane, lanes = tl.arange(0, dim), key_offsets(dim)
-    half, half_own = tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[:, None]
-    # query and key [dim / 32, 2, 32]; value and z [2, dim], where z passes the convolution for its silu alone
-    shared = (half * KEY_HEADS + key_head) * dim + lanes[:, None, :]
-    own = ((2 + half_own * GROUP) * KEY_HEADS + head) * dim + lane[None, :]
-    is_shared, is_mixed = shared >= 0, own < channels
-    before = inputs_ptr + count * channels
-    first, second, third = load_taps(before + shared, channels, is_shared)
-    first_own, second_own, third_own = load_taps(before + own, channels, is_mixed)
+    scratch_ptr += (request * value_heads + head) * (PENDING * (5 * dim))
+    lane, t = tl.arange(0, dim), tl.arange(0, PENDING)
+    row_lane, every = lane[None, :], t[:, None]
+    query_at, key_at = key_head * dim + row_lane, (KEY_HEADS + key_head) * dim + row_lane
+    value_at = (2 * KEY_HEADS + head) * dim + row_lane
 
+    before = inputs_ptr + count * channels
+    query_past = load_all_past(before + query_at, every, channels)
+    key_past = load_all_past(before + key_at, every, channels)
+    value_past = load_all_past(before + value_at, every, channels)
+    is_tap = every < 3
+    tap_at = every * channels
+    query_taps = tl.load(before + tap_at + query_at, mask=is_tap, other=0.0)
+    key_taps = tl.load(before + tap_at + key_at, mask=is_tap, other=0.0)
+    value_taps = tl.load(before + tap_at + value_at, mask=is_tap, other=0.0)
     state_at = state_ptr + (slot * value_heads + head) * (dim * dim) + tile_offsets(dim)
     tile = fold_rows(tl.load(state_at), keys_ptr, u_ptr, alpha_ptr, count, KEY_HEADS, value_heads)
     if count > 0:
         tl.store(state_at, tile)
-    factors, factors_own = load_factors(conv_ptr + shared * 4, is_shared), load_factors(conv_ptr + own * 4, is_mixed)
-    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
-    weight = tl.load(norm_ptr + lane)
     # all threads have read what is overwritten below
     tl.debug_barrier()
     is_last = tl.atomic_add(arrivals_ptr, 1) == GROUP - 1
     if is_last:
         tl.store(arrivals_ptr, 0)
-        store_taps(inputs_ptr + shared, channels, first, second, third, is_shared)
-    store_taps(inputs_ptr + own, channels, first_own, second_own, third_own, is_mixed)
+        tl.store(inputs_ptr + tap_at + query_at, query_taps, mask=is_tap)
+        tl.store(inputs_ptr + tap_at + key_at, key_taps, mask=is_tap)
+    tl.store(inputs_ptr + tap_at + value_at, value_taps, mask=is_tap)
+    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
 
     if PDL:
         tl.extra.cuda.gdc_wait()
     first_row = tl.load(starts_ptr + request).to(tl.int64)
     rows = tl.minimum((tl.load(starts_ptr + request + 1) - first_row).to(tl.int32), PENDING)
-    kind: tl.constexpr = x_ptr.dtype.element_ty
-    for t in range(rows):
-        row = first_row + t
-        x_row = x_ptr + row * x_stride
-        x, x_own = tl.load(x_row + shared).to(tl.float32), tl.load(x_row + own).to(tl.float32)
-        a = tl.load(x_row + (channels + value_heads * dim) + head).to(tl.float32)
-        b = tl.load(x_row + (channels + value_heads * (dim + 1)) + head).to(tl.float32)
-        alpha, beta = tl.exp(log_decay(a, decay, dt_bias)), tl.sigmoid(b)
-        convolved = convolve(first, second, third, x, factors).to(kind).to(tl.float32)
-        length = tl.rsqrt(tl.sum(tl.sum(convolved * convolved, axis=2), axis=0) + 1e-6)
-        unit = convolved * (length[None, :, None] * tl.where(half == 0, 0.08838834764831845, 1.0))
-        query, key = pick(unit, half == 0, 1), pick(unit, half == 1, 1)
-        convolved = convolve(first_own, second_own, third_own, x_own, factors_own)
-        value, gate = pick(convolved, half_own == 0, 0).to(kind).to(tl.float32), pick(convolved, half_own == 1, 0)
+    x_ptr += first_row * x_stride
+    live = every < rows
+    query, query_x = convolve(x_ptr + query_at, conv_ptr + query_at * 4, query_past, every, rows, x_stride)
+    key, key_x = convolve(x_ptr + key_at, conv_ptr + key_at * 4, key_past, every, rows, x_stride)
+    value, value_x = convolve(x_ptr + value_at, conv_ptr + value_at * 4, value_past, every, rows, x_stride)
+    z = tl.load(x_ptr + every * x_stride + channels + head * dim + row_lane, mask=live, other=0.0).to(tl.float32)
+    gates_at = x_ptr + t * x_stride + (channels + value_heads * dim) + head
+    a = tl.load(gates_at, mask=t < rows, other=0.0).to(tl.float32)
+    b = tl.load(gates_at + value_heads, mask=t < rows, other=0.0).to(tl.float32)
+    alpha, beta = tl.exp(log_decay(a, decay, dt_bias)), tl.sigmoid(b)
+    query *= tl.rsqrt(tl.sum(query * query, axis=1) + 1e-6)[:, None] * 0.08838834764831845
+    key *= tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)[:, None]
+    own = scratch_ptr + every * (5 * dim) + row_lane
+    tl.store(own, query)
+    tl.store(own + dim, key)
+    tl.store(own + 2 * dim, value)
+    numbers = scratch_ptr + t * (5 * dim) + 3 * dim
+    tl.store(numbers, alpha)
+    tl.store(numbers + 1, beta)
+    tl.store(numbers + 2, tl.sum(query * key, axis=1))
+    pending = inputs_ptr + (3 + every) * channels
+    tl.store(pending + value_at, value_x, mask=live)
+    tl.store(alpha_ptr + t * value_heads, alpha, mask=t < rows)
+    if is_last:
+        tl.store(pending + query_at, query_x, mask=live)
+        tl.store(pending + key_at, key_x, mask=live)
+        tl.store(keys_ptr + every * (KEY_HEADS * dim) + row_lane, key, mask=live)
+    tl.debug_barrier()
+    for i in range(rows):
+        here = scratch_ptr + i * (5 * dim)
+        query_i, key_i = tl.load(here + key_offsets(dim)), tl.load(here + dim + key_offsets(dim))
+        value_i = tl.load(here + 2 * dim + lane)
+        alpha_i, beta_i, overlap = tl.load(here + 3 * dim), tl.load(here + 3 * dim + 1), tl.load(here + 3 * dim + 2)
         # both products of a row in one reading of the state, before it decays
-        u = beta * value - alpha * beta * times_vector(tile, key)
-        output = alpha * times_vector(tile, query) + u * tl.sum(tl.sum(query * key, axis=1), axis=0)
-        if t + 1 < rows:
-            tile = write_row(tile, alpha, u, key)
-        scale = tl.rsqrt(tl.sum(output * output, axis=0) / dim + eps)
-        y = (output * scale * weight * gate).to(kind)
-        if IS_ROUNDED:
-            wide = tl.reshape(y.to(tl.float32), [dim // 64, 64])
-            groups: tl.constexpr = value_heads * (dim // 64)
-            store_rounded(wide, y_ptr, scales_ptr, sums_ptr, row, head * (dim // 64), groups, dim // 64)
-        else:
-            tl.store(y_ptr + row * (value_heads * dim) + head * dim + lane, y)
-        tl.store(u_ptr + t * (value_heads * dim) + lane, u)
-        tl.store(alpha_ptr + t * value_heads, alpha)
-        new = inputs_ptr + (3 + t) * channels
-        tl.store(new + own, x_own, mask=is_mixed)
-        if is_last:
-            tl.store(keys_ptr + t * (KEY_HEADS * dim) + lanes, key)
-            tl.store(new + shared, x)
-        first, second, third = second, third, x
-        first_own, second_own, third_own = second_own, third_own, x_own
+        u = beta_i * value_i - alpha_i * beta_i * times_vector(tile, key_i)
+        output = alpha_i * times_vector(tile, query_i) + u * overlap
+        if i + 1 < rows:
+            tile = write_row(tile, alpha_i, u, key_i)
+        tl.store(u_ptr + i * (value_heads * dim) + lane, u)
+        tl.store(here + 4 * dim + lane, output)
+    tl.debug_barrier()
+    output = tl.load(own + 4 * dim, mask=live, other=0.0)
+    scale = tl.rsqrt(tl.sum(output * output, axis=1) / dim + eps)[:, None]
+    y = (output * scale * tl.load(norm_ptr + lane)[None, :] * (z * tl.sigmoid(z))).to(x_ptr.dtype.element_ty)
+    if IS_ROUNDED:
+        halves: tl.constexpr = PENDING * (dim // 64)
+        groups: tl.constexpr = value_heads * (dim // 64)
+        half = tl.arange(0, halves)
+        row = half // (dim // 64)
+        group = tl.where(row < rows, head * (dim // 64) + half % (dim // 64), groups)
+        wide = tl.reshape(y.to(tl.float32), [halves, 64])
+        # groups past a row's last are not stored
+        store_rounded(wide, y_ptr, scales_ptr, sums_ptr, first_row + row, group - half, groups, halves)
+    else:
+        tl.store(y_ptr + (first_row + every) * (value_heads * dim) + head * dim + row_lane, y, mask=live)
