@@ -101,9 +101,11 @@ def matmul_shape_for(capability: tuple[int, int], rows: int, is_paired: bool) ->
     rows       that share a matrix, on average
     is_paired  gates beside ups, or experts, whose last block of rows is seldom full
     """
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    if capability not in ((9, 0), (10, 0)) or block_m < 64:
-        return MatmulShape(block_m, 128, 4, 3)
+    # few shapes, because each is compiled
+    if is_paired and rows < 32:
+        return MatmulShape(16, 128, 4, 3)
+    if capability not in ((9, 0), (10, 0)):
+        return MatmulShape(64, 128, 4, 3)
     return MatmulShape(64, 256, 4, 3) if is_paired or rows < 128 else MatmulShape(128, 128, 8, 3)
 
 
