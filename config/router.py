@@ -132,9 +132,12 @@ class RouterConfig(Section):
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body; counted while it is read."""
 
+    max_held_body_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)
+    """Bodies of all requests together, from their first byte to the end of their answer; more is refused with 503."""
+
     request_timeout_s: float = Field(default=30.0, gt=0)
     """A client that is this long in sending a request's head, or silent in the middle of its body, is left; so is one
-    that after this time has sent less than 1 KiB of the body for each further second."""
+    that after this time has sent less than 16 KiB of the body for each further second."""
 
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest wait for a connection to an upstream."""
@@ -204,6 +207,8 @@ class RouterConfig(Section):
             raise ValueError(f"host {self.host} is not loopback: set keys_file, or listen on 127.0.0.1")
         if self.admin_token is None and not is_loopback(self.admin_host):
             raise ValueError(f"admin_host {self.admin_host} is not loopback: set admin_token, or listen on 127.0.0.1")
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise ValueError("max_held_body_bytes must be at least max_body_bytes: one body has to fit")
         names = [upstream.name for upstream in self.upstreams]
         if len(set(names)) != len(names):
             raise ValueError(f"upstream names must differ: {', '.join(sorted(names))}")

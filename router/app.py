@@ -25,7 +25,7 @@ from router.errors import (
     RequestError,
     WebsocketError,
 )
-from router.exchange import Exchange
+from router.exchange import Exchange, HeldBodies
 from router.guard import beside, guarded
 from router.health import HealthChecks
 from router.lane import Decision, LaneMemory, ResponseMemory, TokenRatio, Wish
@@ -82,6 +82,7 @@ class Gateway:
         self._auth = Auth(config.keys_file)
         self._numbers = itertools.count()
         self._open = OpenRequests()
+        self._bodies = HeldBodies()
         self._memory = LaneMemory()
         self._ratio = TokenRatio()
         self._responses = ResponseMemory()
@@ -236,7 +237,7 @@ class Gateway:
 
     async def _read_call(self, exchange: Exchange, asked: Route, key: Key | None) -> Call:
         has_json = _check_media_type(exchange, asked, key)
-        body = await exchange.read_body(self.config.max_body_bytes, self.config.request_timeout_s)
+        body = await exchange.read_body(self.config, self._bodies)
         tenant = key.name if key else ANYONE
         if has_json:
             ask = read_ask(body, exchange.headers.get("x-session-id"), tenant)

@@ -7,20 +7,36 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from config import RouterConfig
 from router.errors import (
     BodyTooLargeError,
     ClientGoneError,
     GatewayError,
     RequestError,
     SlowRequestError,
+    UnavailableError,
     error_response,
 )
 from router.retries import Open
 from router.route import api_of
 from router.trace import UNTRACED, Trace
 
-SLOWEST_BODY_BYTES_PER_S = 1024
+# less over all is as good as silence
+SLOWEST_BODY_BYTES_PER_S = 16 * 1024
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class HeldBodies:
+    """Bytes of all bodies that requests in flight hold, from the first byte to the end of their answer."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int, most: int) -> None:
+        """raises UnavailableError"""
+        if self.num_bytes + num_bytes > most:
+            raise UnavailableError("the gateway holds as many bytes of requests as it may (max_held_body_bytes)")
+        self.num_bytes += num_bytes
 
 
 class Exchange:
@@ -42,6 +58,8 @@ class Exchange:
         self.has_ended = False
         self.is_left = False
         self.bytes_in = 0
+        self._bodies: HeldBodies | None = None
+        self._bytes_held = 0
         self.bytes_out = 0
         self.extra_headers: dict[str, str] = {}
         self.counts: dict[str, int] = {}
@@ -51,31 +69,40 @@ class Exchange:
         self.trace: Trace = UNTRACED
         self.notes: dict[str, Any] = {}
 
-    async def read_body(self, max_bytes: int, silence_s: float) -> bytes:
-        """Raises BodyTooLargeError while the body is still coming, SlowRequestError, ClientGoneError."""
-        too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
-        if _declared(self.headers.get("content-length")) > max_bytes:
+    async def read_body(self, config: RouterConfig, bodies: HeldBodies) -> bytes:
+        """Takes its size of `bodies` until it finishes.
+
+        raises  BodyTooLargeError while the body is still coming, SlowRequestError, UnavailableError, ClientGoneError
+        """
+        too_large = BodyTooLargeError(f"the body is larger than {config.max_body_bytes} bytes")
+        if _declared(self.headers.get("content-length")) > config.max_body_bytes:
             raise too_large
-        parts = []
-        started = time.monotonic()
-        while True:
-            # some bytes now and then would keep a connection and its memory for ever
-            left_s = started + silence_s + self.bytes_in / SLOWEST_BODY_BYTES_PER_S - time.monotonic()
-            try:
-                async with asyncio.timeout(min(silence_s, left_s)):
-                    message = await self._receive()
-            except TimeoutError as error:
-                if left_s < silence_s:
-                    raise SlowRequestError(f"the body came slower than {SLOWEST_BODY_BYTES_PER_S} bytes/s") from error
-                raise SlowRequestError(f"no byte of the body came for {silence_s:g} s") from error
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            parts.append(message.get("body", b""))
-            self.bytes_in += len(parts[-1])
-            if self.bytes_in > max_bytes:
+        parts, started, is_more = [], time.monotonic(), True
+        while is_more:
+            message = await self._receive_part(started, config.request_timeout_s)
+            part, is_more = message.get("body", b""), message.get("more_body", False)
+            self.bytes_in += len(part)
+            if self.bytes_in > config.max_body_bytes:
                 raise too_large
-            if not message.get("more_body"):
-                return b"".join(parts)
+            bodies.take(len(part), config.max_held_body_bytes)
+            self._bodies, self._bytes_held = bodies, self._bytes_held + len(part)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _receive_part(self, started: float, silence_s: float) -> Mapping[str, Any]:
+        # some bytes now and then would keep a connection and its memory for ever
+        left_s = started + silence_s + self.bytes_in / SLOWEST_BODY_BYTES_PER_S - time.monotonic()
+        try:
+            async with asyncio.timeout(min(silence_s, left_s)):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise SlowRequestError(
+                f"no byte of the body came for {silence_s:g} s, "
+                f"or less than {SLOWEST_BODY_BYTES_PER_S} a second over all"
+            ) from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        return message
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. Only after the body is read."""
@@ -97,6 +124,9 @@ class Exchange:
     async def finish(self) -> None:
         """Settles accounts, once. Before the last bytes leave: a client may send its next request as they arrive."""
         self.is_answered = True
+        if self._bodies is not None:
+            self._bodies.num_bytes -= self._bytes_held
+            self._bytes_held = 0
         settle, self.on_finish = self.on_finish, None
         if settle is not None:
             await settle()

@@ -1,6 +1,7 @@
 """Faults of both sides that need a real process or a real socket; whatever happens, nothing stays open."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,13 +11,14 @@ import time
 
 import pytest
 
-from config import RouterConfig, Upstream
+from config import ConfigError, RouterConfig, Upstream, load
 from config.listen import MOST_HEAD_BYTES
 from router.exchange import SLOWEST_BODY_BYTES_PER_S
 from tests.bench.programs import free_port, wait_ready
-from tests.router.live import eventually
+from tests.router.live import echo, eventually
 
 CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -162,7 +164,7 @@ def test_body_that_dribbles_is_left(gateway, upstream):
                 time.sleep(0.1)
         assert time.monotonic() - started < 3
         answer = read_all(connection)
-    assert answer == b"" or (answer.startswith(b"HTTP/1.1 408") and b"slower than 1024 bytes/s" in answer)
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 408") and b"less than 16384 a second" in answer)
     assert long.requests == []
     settles(running)
 
@@ -170,15 +172,50 @@ def test_body_that_dribbles_is_left(gateway, upstream):
 def test_body_that_comes_slowly_but_steadily_is_waited_for(gateway, upstream):
     long = upstream()
     running = gateway(long=long, request_timeout_s=0.3)
-    body = b'{"model":"tiny","messages":"' + b"x" * 3 * SLOWEST_BODY_BYTES_PER_S + b'"}'
+    body = b'{"model":"tiny","messages":"' + b"x" * 2 * SLOWEST_BODY_BYTES_PER_S + b'"}'
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     with connect(running) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
-        for at in range(0, len(body), 256):
-            connection.sendall(body[at : at + 256])
-            time.sleep(0.06)
+        # a third faster than it has to be
+        for at in range(0, len(body), 2048):
+            connection.sendall(body[at : at + 2048])
+            time.sleep(0.09)
         assert read_all(connection).startswith(b"HTTP/1.1 200")
-    assert RouterConfig().max_body_bytes > 0 and long.requests[0].body == body
+    assert long.requests[0].body == body
+
+
+def test_bodies_share_a_limit_and_give_it_back(gateway, upstream, client):
+    """Whatever ends a request: its answer, a client that left, an upstream that broke."""
+
+    async def waits(received, connection):
+        await connection.closed()
+
+    long = upstream(answer=waits)
+    running = gateway(long=long, max_body_bytes=100_000, max_held_body_bytes=150_000)
+    large = BODY | {"messages": [{"role": "user", "content": "x" * 90_000}]}
+    with client.stream("POST", running.url + "/v1/models", json=large) as refused:
+        # what takes no body holds none
+        assert refused.status_code == 405 and running.app._bodies.num_bytes == 0
+    with connect(running) as connection:
+        text = json.dumps(large).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)
+        eventually(lambda: len(long.requests) == 1)
+        second = client.post(running.url + CHAT, json=large)
+        assert second.status_code == 503 and "max_held_body_bytes" in second.text
+        assert int(second.headers["retry-after"]) >= 1
+    settles(running)
+    assert running.app._bodies.num_bytes == 0
+    long.answer = echo
+    assert [client.post(running.url + CHAT, json=large).status_code for _ in range(3)] == [200] * 3
+    assert client.post(running.url + CHAT, content=b"{" * 90_000, headers=JSON).status_code == 400
+    settles(running)
+    assert running.app._bodies.num_bytes == 0
+
+
+def test_limit_of_all_bodies_has_room_for_one():
+    with pytest.raises(ConfigError, match="one body has to fit"):
+        load({"router": RouterConfig}, ["--max-held-body-bytes", "2048"], {})
 
 
 def test_many_clients_that_never_finish_a_head_disturb_nobody(gateway, upstream, client):
