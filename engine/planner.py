@@ -29,17 +29,20 @@ SCALE_BYTES = 2
 FLOAT_BYTES = 4
 # rows of a slot that the next pass may take back
 PENDING_ROWS = 8
-# int32 counts of the output and a bool for the prompt, per id of the vocabulary
-SAMPLING_BYTES = 5
+# int32 counts of the output and a bool for the prompt, per id of the vocabulary; on a GPU also what a slot's request
+# asks for (ops/sample_table), and where it stands beside its drafts (ops/decode_slots)
+SAMPLING_BYTES, SAMPLING_NUMBERS, SLOT_NUMBERS = 5, 2128, 5
+INT64_BYTES = 8
 # tokens at the head of a context that a windowed MTP keeps beside the newest
 WINDOW_SINK = BLOCK_SIZE
 # copies of the logits that live at once while tokens are chosen: as computed, adjusted, noise, scores
 LOGIT_COPIES = 4
 # decode attention: contexts are cut finer near their beginning (ops/attention_splits)
 SPLITS = ((16_384, 128), (65_536, 512), (math.inf, 1024))
-# numbers of requests for which a step is captured, and what one captured step takes beside its workspace
-GRAPH_REQUESTS = (1, 2, 4, 8)
-GRAPH_BYTES = 32 * 2**20
+# rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and what the driver
+# keeps for one beside the workspace that all share
+GRAPH_ROWS = 32
+GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
 # the driver's and the libraries' own, in every process that uses a card
 CUDA_CONTEXT_BYTES = 512 * 2**20
 # how far the searches for what fits look
@@ -370,7 +373,6 @@ def _caches(demand: Demand) -> list[Share]:
     # and a counter for each key head
     pending += config.linear_num_key_heads
     inputs = (CONV_WIDTH - 1 + PENDING_ROWS) * config.gdn_channels
-    draft = PENDING_ROWS * (config.hidden_size * demand.activation_bytes + FLOAT_BYTES)
     per_slot = config.num_gdn_layers * FLOAT_BYTES * slots
     return [
         Share("KV blocks", blocks * block_bytes * config.num_attention_layers),
@@ -379,9 +381,20 @@ def _caches(demand: Demand) -> list[Share]:
         Share("GDN pending rows", per_slot * pending),
         Share("convolution inputs", per_slot * inputs),
         Share("snapshots", demand.num_snapshots * one_snapshot(config, demand.activation_bytes)),
-        Share("draft state", slots * draft if demand.has_mtp and demand.num_drafts else 0),
-        Share("sampling tables", slots * config.vocab_size * SAMPLING_BYTES),
-        Share("block tables", slots * blocks * FLOAT_BYTES),
+        *_tables(demand),
+    ]
+
+
+def _tables(demand: Demand) -> list[Share]:
+    slots, counts = demand.num_requests, demand.num_requests * demand.config.vocab_size * SAMPLING_BYTES
+    if demand.device == "cpu":
+        return [Share("sampling tables", counts), Share("block tables", slots * demand.num_blocks * FLOAT_BYTES)]
+    drafts = SLOT_NUMBERS + max(demand.num_drafts, 1)
+    return [
+        Share("draft state", slots * drafts * INT64_BYTES),
+        Share("sampling tables", counts + slots * SAMPLING_NUMBERS * FLOAT_BYTES),
+        # rows that are dropped may lie behind the last block
+        Share("block tables", slots * (_blocks(demand.context) + 1) * FLOAT_BYTES),
     ]
 
 
@@ -408,9 +421,8 @@ def _work(demand: Demand) -> list[Share]:
     reserve = Share("reserve", RESERVE_BYTES[demand.device])
     if demand.device == "cpu":
         return [reserve]
-    graphs = sum(1 for count in GRAPH_REQUESTS if count <= max(demand.num_requests, GRAPH_REQUESTS[0]))
     return [
-        Share("CUDA graphs", graphs * GRAPH_BYTES),
+        Share("CUDA graphs", demand.num_requests * GRAPHS_PER_COUNT * GRAPH_BYTES),
         Share("decode workspace", decode_workspace(demand)),
         Share("prefill workspace", demand.prefill_chunk * row_bytes(demand)),
         Share("CUDA context", CUDA_CONTEXT_BYTES),
@@ -421,10 +433,16 @@ def _work(demand: Demand) -> list[Share]:
 def decode_workspace(demand: Demand) -> int:
     """Logits while tokens are chosen, partial results of split attention, and the rows' activations."""
     config = demand.config
-    rows = demand.num_requests * (1 + demand.num_drafts)
+    rows = most_rows(demand.num_requests, demand.num_drafts)
     partials = config.num_attention_heads * num_splits(demand.context) * (config.head_dim + 2)
     numbers = LOGIT_COPIES * config.vocab_size + partials
     return rows * (numbers * FLOAT_BYTES + row_bytes(demand))
+
+
+def most_rows(num_requests: int, num_drafts: int) -> int:
+    """Rows of a decode pass: fewer drafts are verified where many requests decode."""
+    counts = range(1, min(num_requests, GRAPH_ROWS) + 1)
+    return max(count * min(1 + num_drafts, GRAPH_ROWS // count) for count in counts)
 
 
 def row_bytes(demand: Demand) -> int:

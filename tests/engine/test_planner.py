@@ -6,20 +6,22 @@ from itertools import pairwise
 import pytest
 import torch
 
-from config.engine import BLOCK_SIZE
 from engine.batch import MAX_PENDING_ROWS, BlockTables
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_codecs import CODECS
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.convert.plan import plan as conversion_plan
 from engine.convert.recipes import RECIPES
+from engine.device_runner import rows_per_request
 from engine.errors import CapacityError
 from engine.models import quantized, weights
 from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig
 from engine.models.layout import tensor_shapes
 from engine.ops.attention_decode import DecodeWorkspace
-from engine.ops.coded_kv import CodedKV
+from engine.ops.decode_slots import DecodeSlots
+from engine.ops.penalise import TokenCounts
 from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, pack
+from engine.ops.sample_table import SamplingTable
 from engine.planner import (
     PENDING_ROWS,
     Demand,
@@ -27,10 +29,10 @@ from engine.planner import (
     Share,
     check_fits,
     explain,
-    kv_token_bytes,
     largest_context,
     largest_kv_tokens,
     most_requests,
+    most_rows,
     num_snapshots,
     num_splits,
     options,
@@ -162,23 +164,41 @@ def test_what_requests_hold_is_counted_to_the_byte(name, dtype):
     asked = Demand(config, activation_bytes=dtype.itemsize, num_requests=5, kv_cache_tokens=1000, num_snapshots=3)
     found = plan(asked)
     states = StateCache(config, 5, META)
-    assert found.of("KV blocks", "MTP KV blocks") == KVCache(config, 16, META, dtype).num_bytes
     assert found.of("GDN states", "GDN pending rows", "convolution inputs") == states.num_bytes
     assert found.of("convolution inputs") == num_bytes([layer.inputs for layer in states.layers])
     assert found.of("snapshots") == StateSnapshots(config, 3, META, dtype).num_bytes
-    assert found.of("sampling tables") == Sampler(config.vocab_size, 5, META).num_bytes
-    assert found.of("block tables") == BlockTables(5, 16, META).ids.nbytes
     assert PENDING_ROWS == MAX_PENDING_ROWS
 
 
-@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.is_coded])
-@pytest.mark.parametrize("name", ["35b-a3b", "27b"])
-def test_coded_blocks_are_counted_to_the_byte(name, codec):
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_are_counted_to_the_byte(name, codec):
     config = CONFIGS[name]
-    layer = CodedKV.zeros(
-        1, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, CODECS[codec].folds, CODECS[codec].is_rotated, META
-    )
-    assert kv_token_bytes(Demand(config, codec=codec)) * BLOCK_SIZE == layer.num_bytes
+    found = plan(Demand(config, codec=codec, kv_cache_tokens=1000))
+    cache = KVCache(config, 16, META, torch.bfloat16, CODECS[codec])
+    assert found.of("KV blocks", "MTP KV blocks") == cache.num_bytes
+    assert found.of("KV blocks") == num_bytes([vars_of(layer) for layer in cache.layers[:-1]])
+
+
+def vars_of(layer):
+    return [getattr(layer, field.name) for field in fields(layer)]
+
+
+def test_tables_of_a_cpu_are_counted_to_the_byte():
+    found = plan(Demand(SMALL, num_requests=5, kv_cache_tokens=1000, device="cpu"))
+    assert found.of("sampling tables") == Sampler(SMALL.vocab_size, 5, META).num_bytes
+    assert found.of("block tables") == BlockTables(5, 16, META).ids.nbytes
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_tables_of_a_gpu_are_counted_to_the_byte(num_drafts):
+    found = plan(Demand(A3B, context=1000, num_requests=5, kv_cache_tokens=9000, num_drafts=num_drafts))
+    counts, table = TokenCounts.zeros(5, A3B.vocab_size, META), SamplingTable.neutral(5, META)
+    assert found.of("sampling tables") == counts.num_bytes + table.words.nbytes
+    assert found.of("block tables") == BlockTables(5, 17, META).ids.nbytes
+    assert found.of("draft state") == DecodeSlots.empty(5, max(num_drafts, 1), META).numbers.nbytes
+    rows = [count * rows_per_request(count, num_drafts) for count in range(1, 6)]
+    assert most_rows(5, num_drafts) == max(rows)
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 16_384, 16_385, 65_536, 262_144, 1_010_000])
