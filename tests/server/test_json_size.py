@@ -72,6 +72,7 @@ def numbered(pattern: bytes, count: int) -> bytes:
 HEAD = b'{"model":"%s","messages":[{"role":"user","content":"hi"}],' % NAME.encode()
 TOOL = HEAD + b'"tool_choice":"required","tools":[{"type":"function","function":{"name":"f","parameters":'
 BODIES = {
+    "text": lambda: json.dumps(ask("a b c " * (LARGE // 6))).encode(),
     "unknown fields": lambda: HEAD + numbered(b'"field%d":1', LARGE // 14) + b"}",
     "messages": lambda: b'{"messages":[' + repeated(b'{"role":"user","content":"a"}') + b"]}",
     "messages within limits": lambda: b'{"messages":[' + repeated(b'{"role":"user","content":"a"}', 1_700_000) + b"]}",
