@@ -38,7 +38,7 @@ WINDOW_SINK = BLOCK_SIZE
 # copies of the logits that live at once while tokens are chosen: as computed, adjusted, noise, scores
 LOGIT_COPIES = 4
 # decode attention: contexts are cut finer near their beginning (ops/attention_splits)
-SPLITS = ((16_384, 128), (65_536, 512), (math.inf, 1024))
+SPLITS = ((8_192, 64), (65_536, 512), (math.inf, 1024))
 # rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and what the driver
 # keeps for one beside the workspace that all share
 GRAPH_ROWS = 32

@@ -47,7 +47,8 @@ class DecodeWorkspace:
 class DecodeShape:
     """How the kernel is cut; never changes what it computes.
 
-    block_m  query rows times heads of a KV head in one program: 8, or 16 or 32 for verification
+    block_m        query rows times heads of a KV head in one program: 16, or 32 for verification
+    max_registers  of a thread
     """
 
     block_m: int
@@ -55,6 +56,7 @@ class DecodeShape:
     num_warps: int
     num_stages: int
     programs: int
+    max_registers: int | None = None
 
 
 def attention_decode(
@@ -251,6 +253,7 @@ class DecodeCall:
             PORTABLE=is_interpreted(),
             DEPENDENT=self.dependent,
             num_warps=shape.num_warps,
+            maxnreg=shape.max_registers,
             **storage,
             **self.launch,
         )
@@ -315,24 +318,31 @@ def kernel_storage(cache: PagedKV | CodedKV, head_dim: int) -> dict:
 def decode_shape(cache: PagedKV | CodedKV, rows_per_kv_head: int) -> DecodeShape:
     """As many programs as run at once; on a CPU (the interpreter) as few as exercise the loop over splits."""
     device = cache.keys.device
-    block_m = max(8, min(32, triton.next_power_of_2(rows_per_kv_head)))
+    block_m = 32 if rows_per_kv_head > 16 else 16
     if device.type != "cuda":
         return DecodeShape(block_m, block_n=32, num_warps=4, num_stages=1, programs=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if cache.keys.dtype == torch.float32:
         return DecodeShape(block_m, block_n=16, num_warps=4, num_stages=1, programs=2 * processors)
-    return decode_shape_for(torch.cuda.get_device_capability(device), block_m, isinstance(cache, CodedKV), processors)
+    fold = cache.folds[1] if isinstance(cache, CodedKV) else 1
+    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, fold, processors)
 
 
-def decode_shape_for(capability: tuple[int, int], block_m: int, is_coded: bool, processors: int) -> DecodeShape:
+def decode_shape_for(
+    capability: tuple[int, int], rows_per_kv_head: int, value_fold: int, processors: int
+) -> DecodeShape:
     """Cards with 100 KB of shared memory per multiprocessor keep fewer tokens in flight."""
     is_large = capability in ((8, 0), (9, 0), (10, 0))
+    # planes of 32 rows leave too few registers to decode in: a second program reads the codes once more
+    is_wide = rows_per_kv_head > 16 and value_fold == 1
     return DecodeShape(
-        block_m=block_m,
-        block_n=64 if is_large or is_coded else 32,
-        num_warps=4,
-        num_stages=3 if is_large else 2,
-        programs=4 * processors,
+        block_m=32 if is_wide else 16,
+        block_n=64 if is_large or value_fold > 1 else 32,
+        num_warps=8 if is_wide else 4,
+        num_stages=2,
+        programs=6 * processors,
+        # three programs at a time on a multiprocessor instead of two
+        max_registers=168 if value_fold > 1 else None,
     )
 
 
@@ -400,8 +410,8 @@ def attention_decode_kernel(
         )  # fmt: skip
         place = item * max_splits + split
         for j in tl.static_range(VALUE_FOLD):
-            target = partials_ptr + (place * HEAD_DIM)[None, :] + (j * width + c)[:, None]
-            tl.store(target, acc[j], mask=live[None, :])
+            target = partials_ptr + (place * HEAD_DIM)[:, None] + (j * width + c)[None, :]
+            tl.store(target, acc[j], mask=live[:, None])
         tl.store(stats_ptr + 2 * place, highest, mask=live)
         tl.store(stats_ptr + 2 * place + 1, total, mask=live)
 
@@ -449,15 +459,17 @@ def attention_combine_kernel(
         # dimension FOLD * c + j of the head stands at j * width + c: runs of 64 / FOLD numbers belong to the group
         run: tl.constexpr = 64 // FOLD
         position = lane // run * (HEAD_DIM // FOLD) + group * run + lane % run
-        output = tl.zeros([64], tl.float32)
-        total = 0.0
-        for start in range(0, splits, TILE):
+        sums = tl.zeros([TILE, 64], tl.float32)
+        totals = tl.zeros([TILE], tl.float32)
+        for start in tl.range(0, splits, TILE, num_stages=3):
             place = item * max_splits + start + tile
             held = start + tile < splits
             weights = tl.exp2(tl.load(stats_ptr + 2 * place, mask=held, other=float("-inf")) - top)
-            total += tl.sum(weights * tl.load(stats_ptr + 2 * place + 1, mask=held, other=0.0), axis=0)
+            totals += weights * tl.load(stats_ptr + 2 * place + 1, mask=held, other=0.0)
             source = partials_ptr + (place * HEAD_DIM)[:, None] + position[None, :]
-            output += tl.sum(weights[:, None] * tl.load(source, mask=held[:, None], other=0.0), axis=0)
+            sums += weights[:, None] * tl.load(source, mask=held[:, None], other=0.0)
+        output = tl.sum(sums, axis=0)
+        total = tl.sum(totals, axis=0)
         output = output / total
         dim = tl.arange(0, 64)
         if FOLD > 1:

@@ -59,7 +59,8 @@ def attention_prefill(
     bounds        at most max_context tokens of context (by default all that a table holds)
     return        shape and dtype of query, rotated back
     """
-    if query.is_cuda:
+    # without tensor cores the kernel's products would spill; torch has its own
+    if query.is_cuda and query.dtype != torch.float32:
         return attention_prefill_triton(
             query, cache, query_starts, context_lens, block_tables, scale, num_rows, max_context
         )
@@ -84,7 +85,7 @@ def attention_prefill_triton(
     """shape, segment  only for measurements and tests; they change no result"""
     assert query.is_contiguous() and block_tables.stride(1) == 1
     num_rows = num_rows or lengths(query_starts)
-    shape = shape or prefill_shape(query.device, query.element_size())
+    shape = shape or prefill_shape(query.device)
     if isinstance(cache, PagedKV):
         output = torch.empty_like(query)
         everything = Part(0, block_tables.shape[1] * cache.keys.shape[1], is_first=True, is_last=True, state=None)
@@ -215,11 +216,9 @@ def prefill_storage(numbers: PagedKV, head_dim: int) -> dict:
     return {name: value for name, value in constants.items() if name not in unused}
 
 
-def prefill_shape(device: torch.device, element_size: int) -> PrefillShape:
+def prefill_shape(device: torch.device) -> PrefillShape:
     if device.type != "cuda":
         return PrefillShape(block_m=32, block_n=64, num_warps=4, num_stages=1)
-    if element_size > 2:
-        return PrefillShape(block_m=32, block_n=16, num_warps=4, num_stages=1)
     return prefill_shape_for(torch.cuda.get_device_capability(device))
 
 

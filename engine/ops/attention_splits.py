@@ -5,11 +5,11 @@ from itertools import pairwise
 import triton
 import triton.language as tl
 
-# splits of 128 tokens, from 16,384 on of 512, from 65,536 on of 1,024: enough programs for a short context,
+# splits of 64 tokens, from 8,192 on of 512, from 65,536 on of 1,024: enough programs for a short context,
 # few partial results for a long one
-NEAR_END, MIDDLE_END = tl.constexpr(16384), tl.constexpr(65536)
-NEAR_SIZE, MIDDLE_SIZE, FAR_SIZE = tl.constexpr(128), tl.constexpr(512), tl.constexpr(1024)
-NEAR_COUNT, MIDDLE_COUNT = tl.constexpr(128), tl.constexpr(96)
+NEAR_END, MIDDLE_END = tl.constexpr(8192), tl.constexpr(65536)
+NEAR_SIZE, MIDDLE_SIZE, FAR_SIZE = tl.constexpr(64), tl.constexpr(512), tl.constexpr(1024)
+NEAR_COUNT, MIDDLE_COUNT = tl.constexpr(128), tl.constexpr(112)
 
 
 def split_starts(context: int) -> list[int]:

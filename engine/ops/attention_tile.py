@@ -49,9 +49,9 @@ def load_planes(
 
 @triton.jit
 def multiply(a, b, acc, PORTABLE: tl.constexpr):
-    # the interpreter multiplies bf16 wrongly, and the bits of a row depend on where it stands in a product
+    # the interpreter multiplies bf16 wrongly
     if PORTABLE:
-        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -103,11 +103,11 @@ def attend_wide(
 
 @triton.jit
 def load_query(row_ptrs, live, HEAD_DIM: tl.constexpr, FOLD: tl.constexpr, TYPE: tl.constexpr):
-    """FOLD planes [HEAD_DIM / FOLD, rows] of the query, in the type of the products."""
+    """FOLD planes [rows, HEAD_DIM / FOLD] of the query, in the type of the products."""
     c = FOLD * tl.arange(0, HEAD_DIM // FOLD)
     planes = ()
     for j in tl.static_range(FOLD):
-        plane = tl.load(row_ptrs[None, :] + (c + j)[:, None], mask=live[None, :], other=0.0)
+        plane = tl.load(row_ptrs[:, None] + (c + j)[None, :], mask=live[:, None], other=0.0)
         planes = planes + (plane.to(TYPE),)
     return planes
 
@@ -121,19 +121,19 @@ def attend_narrow(
     KEY_SCALE_STRIDES: tl.constexpr, VALUE_SCALE_STRIDES: tl.constexpr,
     NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """The same of few rows over any storage: tokens and dimensions are the tall side of the products, rows the short.
+    """The same of few rows over any storage, from nothing seen on.
 
-    query   KEY_FOLD planes [HEAD_DIM / KEY_FOLD, BLOCK_M]
-    return  VALUE_FOLD planes [HEAD_DIM / VALUE_FOLD, BLOCK_M], the maximum of the log2 weights and their sum, [BLOCK_M]
+    query   KEY_FOLD planes [BLOCK_M, HEAD_DIM / KEY_FOLD]
+    return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum of the log2 weights and their sum, [BLOCK_M]
     """
     acc = ()
     for _ in tl.static_range(VALUE_FOLD):
-        acc = acc + (tl.zeros([HEAD_DIM // VALUE_FOLD, BLOCK_M], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_M, HEAD_DIM // VALUE_FOLD], tl.float32),)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([16, BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
     token = tl.arange(0, BLOCK_N)
     number: tl.constexpr = values_ptr.dtype.element_ty if VALUE_FOLD == 1 else tl.float16
-    ones = tl.full([16, BLOCK_N], 1.0, number)
+    ones = tl.full([BLOCK_N, 16], 1.0, number)
     following = tl.load(table_ptr + first // BLOCK_SIZE)
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         block = following.to(tl.int64)
@@ -145,17 +145,17 @@ def attend_narrow(
             key_scales_ptr + block * KEY_SCALE_STRIDES[0] + kv_head * KEY_SCALE_STRIDES[2],
             offsets, end, HEAD_DIM, KEY_FOLD, KEY_STRIDES, KEY_SCALE_STRIDES, PORTABLE,
         )  # fmt: skip
-        # sums of their own, so that no product waits for another
-        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        scores = multiply(keys[0], query[0], nothing, PORTABLE)
+        # sums of their own, so that no plane's product waits for another's
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        scores = multiply(query[0], tl.trans(keys[0]), nothing, PORTABLE)
         for j in tl.static_range(1, KEY_FOLD):
-            scores += multiply(keys[j], query[j], nothing, PORTABLE)
-        scores = tl.where((start + token)[:, None] < limits[None, :], scores * scale, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=0))
-        weights = tl.exp2(scores - higher[None, :]).to(number)
+            scores += multiply(query[j], tl.trans(keys[j]), nothing, PORTABLE)
+        scores = tl.where((start + token)[None, :] < limits[:, None], scores * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None]).to(number)
         shrink = tl.exp2(highest - higher)
         highest = higher
-        total = multiply(ones, weights, total * shrink[None, :], PORTABLE)
+        total = multiply(weights, ones, total * shrink[:, None], PORTABLE)
         values = load_planes(
             values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2],
             value_scales_ptr + block * VALUE_SCALE_STRIDES[0] + kv_head * VALUE_SCALE_STRIDES[2],
@@ -163,6 +163,6 @@ def attend_narrow(
         )  # fmt: skip
         grown = ()
         for j in tl.static_range(VALUE_FOLD):
-            grown = grown + (multiply(tl.trans(values[j]), weights, acc[j] * shrink[None, :], PORTABLE),)
+            grown = grown + (multiply(weights, values[j], acc[j] * shrink[:, None], PORTABLE),)
         acc = grown
-    return acc, highest, tl.max(total, axis=0)
+    return acc, highest, tl.max(total, axis=1)

@@ -70,9 +70,10 @@ def test_greedy_tokens_equal_those_of_the_cpu(prompts, on_cpu, num_drafts):
     assert replies(prompts, device="cuda", dtype="float32", num_drafts=num_drafts) == on_cpu
 
 
-def test_bfloat16_finds_the_fact(prompts):
+@pytest.mark.parametrize("kv_codec", CODECS)
+def test_bfloat16_finds_the_fact(prompts, kv_codec):
     tokenizer = Tokenizer.from_file(str(EMBEDDED_DIR / "tokenizer.json"))
-    reply = tokenizer.decode(replies(prompts, device="cuda", dtype="bfloat16")[3])
+    reply = tokenizer.decode(replies(prompts, device="cuda", dtype="bfloat16", kv_codec=kv_codec)[3])
     assert fact().expected["value"] in reply
 
 

