@@ -236,8 +236,10 @@ def delta_chunks_kernel(
     start, gates_stride, stale_stride, within_stride, requests,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, REQUESTS: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and value head that does not need the state: u solves (I + A) u = beta v - beta exp(d) S k
-    with A[i, j] = beta_i exp(d_i - d_j) k_i . k_j below the diagonal, d the sums of log alpha from the chunk's start."""
+    """Everything of one chunk and value head that does not need the state.
+
+    u solves (I + A) u = beta v - beta exp(d) S k with A[i, j] = beta_i exp(d_i - d_j) k_i . k_j below the diagonal,
+    where d are the sums of log alpha from the chunk's start."""
     dim: tl.constexpr = 128
     value_heads: tl.constexpr = KEY_HEADS * GROUP
     channels: tl.constexpr = (2 * KEY_HEADS + value_heads) * dim

@@ -16,6 +16,8 @@ from tests.ops.conftest import assert_matches, starts_of
 from tests.ops.delta_examples import DIM, copied, delta_memory, delta_rows, delta_weights, doubled
 from tests.ops.kernels import both
 
+# relative L2 error after hundreds of passes in fp32
+DRIFT = 1e-4
 DECODE = both(gated_delta_decode_reference, gated_delta_decode_triton)
 
 
@@ -156,3 +158,19 @@ def test_by_hand(implementation, device):
     expected = torch.zeros(1, DIM, dtype=torch.float64, device=device)
     expected[0, 1] = DIM**0.5 * silu
     assert_matches(y, expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.gpu
+def test_no_drift_over_512_passes(device):
+    """Passes of four rows of which one to four stand: the oracle runs in fp64, with the same choices."""
+    weights = delta_weights(1, 2, device)
+    memory, accepted = delta_memory(1, weights, device), 0
+    oracle = copied(memory, torch.float64)
+    for step in range(512):
+        x = delta_rows(4, weights, device, torch.float32)
+        actual = run(gated_delta_decode_triton, x, weights, memory, [0], [accepted], [4])
+        expected = run(gated_delta_decode_reference, x.double(), doubled(weights), oracle, [0], [accepted], [4])
+        accepted = 1 + step % 4
+    for result, exact in ((actual, expected), (memory.state, oracle.state)):
+        assert (result.double() - exact).norm() < DRIFT * exact.norm()

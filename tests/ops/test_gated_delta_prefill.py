@@ -118,3 +118,39 @@ def test_bits_do_not_depend_on_where_a_prompt_is_cut(cut, device):
         outputs.append(attend(gated_delta_prefill_triton, part, *again, weights, state, [1], [len(part)]))
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(state, whole)
+
+
+@pytest.mark.kernels
+def test_bits_do_not_depend_on_how_long_a_segment_is(device):
+    num_rows = [5, 130, 64]
+    weights, memory, x = example(num_rows, 1, 1, device)
+    convolved, norms = convolve(causal_conv_heads_triton, x, weights, copied(memory), [3, 0, 2], num_rows)
+
+    def run(segment):
+        a, b = weights.split(x)[2:]
+        state, slots = memory.state.clone(), torch.tensor([3, 0, 2], device=device)
+        starts = starts_of(num_rows, device)
+        output = gated_delta_prefill_triton(
+            convolved, norms, a, b, weights, state, slots, starts, num_rows, segment=segment
+        )
+        return output, state
+
+    for whole, part in zip(run(1024), run(64), strict=True):
+        assert torch.equal(whole, part)
+
+
+@pytest.mark.kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("speed", [1e-3, 1.0, 30.0])
+def test_long_prompts_match_their_oracle(speed, device):
+    """Forgetting from almost never to almost at once, over several segments."""
+    num_rows = [100, 64, 8192]
+    weights, memory, x = example(num_rows, 2, 2, device)
+    weights = dataclasses.replace(weights, decay=weights.decay * speed)
+    convolved, norms = convolve(causal_conv_heads_triton, x, weights, memory, [3, 0, 2], num_rows)
+    oracle = memory.state.double()
+    parts = (x.double(), convolved.double(), norms.double(), doubled(weights))
+    expected = attend(gated_delta_prefill_reference, *parts, oracle, [3, 0, 2], num_rows)
+    actual = attend(gated_delta_prefill_triton, x, convolved, norms, weights, memory.state, [3, 0, 2], num_rows)
+    assert relative(actual, expected) < PRODUCTS
+    assert relative(memory.state, oracle) < PRODUCTS
