@@ -65,10 +65,11 @@ def _step_for_ever(socket: zmq.Socket, word: int, beginnings: list[tuple[int, ..
         time.sleep(max(0.0, due - time.monotonic()))
         now = time.monotonic_ns()
         events = [_advance(run, word, now) for run in runs.values()]
-        socket.send(encode(Stepped(events, EngineStats(num_running=len(runs)))))
         for event in events:
             if event.finish_reason is not None:
                 stamps.write(json.dumps({"id": event.request_id, "times": runs.pop(event.request_id).times}) + "\n")
+        # last, so that whoever read a stream to its end finds its times
+        socket.send(encode(Stepped(events, EngineStats(num_running=len(runs)))))
 
 
 def _advance(run: Run, word: int, now: int) -> TokenEvent:
