@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,33 @@ def test_five_conversations_interleaved_return_warm(checkpoint_dirs, texts, prof
             output = outputs[talk.requests[turn].request_id]
             assert output.token_ids == talk.answers[turn]
             assert output.num_cached_tokens >= talk.least_reused(turn)
+
+
+def test_equal_prompts_at_once_share_one_prefill(checkpoint_dirs, texts):
+    """The others wait for its blocks; when it is aborted on the way, one of them goes on from there."""
+    text = texts[MOE][0][:330]
+    expected = finish(cold(checkpoint_dirs[MOE]), request("a", text, max_tokens=12)).token_ids
+    core = engine(checkpoint_dirs[MOE], prefill_chunk=64)
+    names = ("first", "second", "third")
+    for name in names:
+        core.add(request(name, text, max_tokens=12))
+    core.step()
+    core.step()
+    core.abort("first")
+    outputs = drain(core)
+    assert outputs["first"].finish_reason == "abort"
+    assert [outputs[name].token_ids for name in names[1:]] == [expected] * 2
+    # the whole prompt once, and of the third what no state stands after
+    assert core.stats().num_prompt_tokens == 330 + 10
+
+
+def test_another_conversation_begins_where_system_and_tools_end(checkpoint_dirs, texts):
+    core = engine(checkpoint_dirs[MOE])
+    system, user, other = texts[MOE][0][:150], texts[MOE][1][:90], texts[MOE][2][:90]
+    expected = finish(cold(checkpoint_dirs[MOE]), request("a", system + other, max_tokens=8)).token_ids
+    finish(core, replace(request("first", system + user, max_tokens=1), marks=(150, 240)))
+    output = finish(core, replace(request("second", system + other, max_tokens=8), marks=(150, 240)))
+    assert (output.num_cached_tokens, output.token_ids) == (128, expected)
 
 
 def test_deterministic_reuses_prompts_alone(checkpoint_dirs, texts):

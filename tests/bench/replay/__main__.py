@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--gap-ms", type=float, default=100.0)
+    parser.add_argument("--prompts-only", action="store_true", help="keep nothing that was computed token by token")
     parser.add_argument("--tokens-per-step", type=int, default=3)
     parser.add_argument("--factor", type=int, default=40, help="of `real`: texts are so many times shorter")
     for field in fields(Costs):
@@ -54,6 +55,7 @@ def scheduler_of(arguments: argparse.Namespace, eviction: str = "chosen", **chan
         max_queued_requests=10**6,
         max_queued_tokens=10**9,
         num_snapshots=sizes["snapshots"],
+        reuses_decoded=not arguments.prompts_only,
         longest_gap_s=arguments.gap_ms / 1000,
     )
     scheduler._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
