@@ -1,10 +1,10 @@
 """`python -m tests.bench.soak`: does the gateway stay as it was over 100,000 requests and 10,000 aborted streams?
 
 Short calls of one key with every limit on, in turn from many conversations; its memory after the first fifth is
-compared with that at the end. Then streams whose clients leave after the first event, every other one with a reset,
-while the key has places for few more than run at once: one that leaked would turn the rest away. At the end every gauge
-has to be back at zero, and the gateway has to hold no more descriptors than before. Ends with 1 where something did not
-hold.
+compared with that at the end. The same with streams whose clients leave after the first event, every other one with a
+reset, while the key has places for few more than run at once: one that leaked would turn the rest away. At the end
+every gauge has to be back at zero, and the gateway has to hold no more descriptors than before. Ends with 1 where
+something did not hold.
 """
 
 import argparse
@@ -41,15 +41,17 @@ class Soak:
     problems: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        wanted = self.arguments
         before = self._descriptors()
-        early = wanted.requests // 5
-        await self._timed("short calls", early, self._calls(0, early))
-        warm_mb = resident_mb(self.target.pid)
-        await self._timed("short calls", wanted.requests - early, self._calls(early, wanted.requests))
-        self._compare_memory(early, warm_mb)
-        await self._timed("aborted streams", wanted.aborts, self._aborts())
+        await self._stay("short calls", self.arguments.requests, self._calls)
+        await self._stay("aborted streams", self.arguments.aborts, self._aborts)
         await self._settle(before)
+
+    async def _stay(self, what: str, count: int, work: Callable[[int, int], Awaitable[None]]) -> None:
+        early = count // 5
+        await self._timed(what, early, work(0, early))
+        warm_mb = resident_mb(self.target.pid)
+        await self._timed(what, count - early, work(early, count))
+        self._compare_memory(early, warm_mb)
 
     async def _timed(self, what: str, count: int, work: Awaitable[None]) -> None:
         started = time.monotonic()
@@ -69,7 +71,7 @@ class Soak:
 
             await self._at_once(call, range(first, end))
 
-    async def _aborts(self) -> None:
+    async def _aborts(self, first: int, end: int) -> None:
         body = self._body(0, stream=True, rate=10, seconds=60)
         host = self.target.url.removeprefix("http://")
         head = [f"POST {CHAT} HTTP/1.1", f"host: {host}", f"content-length: {len(body)}"]
@@ -87,7 +89,7 @@ class Soak:
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             writer.close()
 
-        await self._at_once(abort, range(self.arguments.aborts))
+        await self._at_once(abort, range(first, end))
 
     async def _at_once(self, one: Callable[[int], Awaitable[None]], numbers: range) -> None:
         turns = iter(numbers)
