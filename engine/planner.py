@@ -39,6 +39,8 @@ WINDOW_SINK = BLOCK_SIZE
 LOGIT_COPIES = 4
 # decode attention: contexts are cut finer near their beginning (ops/attention_splits)
 SPLITS = ((8_192, 64), (65_536, 512), (math.inf, 1024))
+# tokens of a coded context that a prompt's attention restores at a time (ops/attention_prefill)
+SEGMENT = 16_384
 # rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and what the driver
 # keeps for one beside the workspace that all share
 GRAPH_ROWS = 32
@@ -238,7 +240,7 @@ def _variants(demand: Demand) -> Iterator[tuple[str, str, Demand]]:
         yield "embedding", "host", replace(demand, is_embedding_on_host=True)
     if demand.has_mtp:
         yield "mtp", "window", replace(demand, mtp="window")
-        yield "mtp", "off", replace(demand, mtp="off", num_drafts=0)
+        yield "num_drafts", "0", replace(demand, mtp="off", num_drafts=0)
     if demand.num_snapshots:
         yield "snapshot_bytes", "0", replace(demand, num_snapshots=0)
     if demand.num_requests > 1:
@@ -424,7 +426,7 @@ def _work(demand: Demand) -> list[Share]:
     return [
         Share("CUDA graphs", demand.num_requests * GRAPHS_PER_COUNT * GRAPH_BYTES),
         Share("decode workspace", decode_workspace(demand)),
-        Share("prefill workspace", demand.prefill_chunk * row_bytes(demand)),
+        Share("prefill workspace", demand.prefill_chunk * row_bytes(demand) + restored_bytes(demand)),
         Share("CUDA context", CUDA_CONTEXT_BYTES),
         reserve,
     ]
@@ -437,6 +439,19 @@ def decode_workspace(demand: Demand) -> int:
     partials = config.num_attention_heads * num_splits(demand.context) * (config.head_dim + 2)
     numbers = LOGIT_COPIES * config.vocab_size + partials
     return rows * (numbers * FLOAT_BYTES + row_bytes(demand))
+
+
+def restored_bytes(demand: Demand) -> int:
+    """Prompts attend over codes that were restored to fp16, a segment at a time; between two, every row keeps in fp32
+    what it knows, and results of rotated codes stay in fp32 until they are rotated back."""
+    codec, config = CODECS[demand.codec], demand.config
+    if not codec.is_coded:
+        return 0
+    tokens = _blocks(min(demand.context, SEGMENT)) * BLOCK_SIZE
+    numbers = 2 * tokens * config.num_key_value_heads * config.head_dim
+    row = config.num_attention_heads * config.head_dim * FLOAT_BYTES
+    states = int(demand.context > SEGMENT) + int(codec.is_rotated)
+    return 2 * numbers + demand.prefill_chunk * row * states
 
 
 def most_rows(num_requests: int, num_drafts: int) -> int:

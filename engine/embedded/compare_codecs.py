@@ -21,6 +21,8 @@ from engine.ops.kv_codec_e8 import e8_decode, e8_encode
 from engine.ops.kv_codec_int8 import int8_decode, int8_encode
 
 NEEDLE_LENGTHS = {"needle_1k": 1024, "needle_4k": 4096}
+# channels of every head that large models may have many times larger than the rest: a pair that RoPE turns, and others
+OUTLIERS, OUTLIER_FACTOR = (5, 37, 100, 200), 12.0
 CODERS = {"int8": (int8_encode, int8_decode), "e8": (e8_encode, e8_decode)}
 
 
@@ -69,6 +71,20 @@ class Divergence:
         self.tokens += len(wanted)
 
 
+def plant_outliers(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keys with large channels and queries with the same channels small: no score changes.
+
+    Norm weights stand for 1 + w.
+    """
+    planted = dict(weights)
+    for name, weight in weights.items():
+        factor = {"k_norm": OUTLIER_FACTOR, "q_norm": 1 / OUTLIER_FACTOR}.get(name.rpartition(".")[2])
+        if factor is not None:
+            planted[name] = weight.clone()
+            planted[name][list(OUTLIERS)] = (1 + weight[list(OUTLIERS)]) * factor - 1
+    return planted
+
+
 def chunks_of_text(evaluation: Evaluation, num_tokens: int) -> Iterator[torch.Tensor]:
     """Held-out texts, joined, in rows of 1024 tokens: [1, 1024] each."""
     ids = [i for encoding in evaluation.tokenizer.encode_batch(evaluation.held_out.texts) for i in encoding.ids]
@@ -115,7 +131,7 @@ def text_measures(found: Divergence) -> dict[str, float]:
 def measure_codec(evaluation: Evaluation, codec: KVCodec, found: Divergence, items: int) -> dict[str, float]:
     evaluation.decoder.codec = codec
     row = text_measures(found)
-    for key, size in NEEDLE_LENGTHS.items():
+    for key, size in NEEDLE_LENGTHS.items() if items else ():
         examples = [evaluation.needle_example(Random(4 * SEED + i), size) for i in range(items)]
         row[key] = evaluation.score(examples, has_answer).value
     geometry = evaluation.decoder.geometry
@@ -135,11 +151,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--held-out", type=Path, default=HELD_OUT)
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens for KL and perplexity")
-    parser.add_argument("--items", type=int, default=24, help="items per needle row")
+    parser.add_argument("--items", type=int, default=24, help="items per needle row; 0 leaves them out")
+    parser.add_argument("--outliers", action="store_true", help="plant channels in the keys that are 12 times larger")
     parser.add_argument("--json", type=Path, help="file to write")
     arguments = parser.parse_args()
     evaluation = Evaluation(arguments.checkpoint, read_held_out(arguments.held_out), "cpu", 20_000)
-    evaluation.decoder = CodedDecoder(evaluation.decoder.geometry, evaluation.decoder.weights)
+    weights = evaluation.decoder.weights
+    weights = plant_outliers(weights) if arguments.outliers else weights
+    evaluation.decoder = CodedDecoder(evaluation.decoder.geometry, weights)
     found = codec_divergences(evaluation, arguments.tokens)
     rows = {name: measure_codec(evaluation, codec, found[name], arguments.items) for name, codec in CODECS.items()}
     print(table("codec", rows))

@@ -91,7 +91,7 @@ def kv_append_projected_triton(
     query_dtype = torch.float16 if is_coded else projected.dtype
     query = torch.empty(rows, heads, head_dim, dtype=query_dtype, device=projected.device)
     folds = cache.folds if is_coded else (1, 1)
-    kv_append_projected_kernel[(normed + kv_heads, rows)](
+    kv_append_projected_kernel[(rows, normed + kv_heads)](
         projected,
         weight,
         cos,
@@ -152,7 +152,7 @@ def kv_append_projected_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One head of one row; dimension 64 g + 8 a + b stands at [g, a, b]."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups: tl.constexpr = HEAD_DIM // 64
     octets = 64 * tl.arange(0, groups)[:, None] + 8 * tl.arange(0, 8)[None, :]
     dims = octets[:, :, None] + tl.arange(0, 8)[None, None, :]
@@ -160,7 +160,7 @@ def kv_append_projected_kernel(
         tl.extra.cuda.gdc_wait()
     source = x_ptr + row * x_stride + head * HEAD_DIM
     x = tl.load(source + dims).to(tl.float32)
-    slot = tl.load(slots_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     if head < HEADS + KV_HEADS:
         x = _normed_and_turned(
             x, source, dims, weight_ptr + head * HEAD_DIM, cos_ptr + row * PAIRS, sin_ptr + row * PAIRS, eps,

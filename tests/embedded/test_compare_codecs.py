@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.cache.kv_codecs import CODECS
-from engine.embedded.compare_codecs import CodedModel, Divergence, log_probabilities, stored
+from engine.embedded.compare_codecs import CodedModel, Divergence, log_probabilities, plant_outliers, stored
 from engine.embedded.evaluate import CHECKPOINT
 from engine.embedded.export import load_parameters
 from engine.embedded.train_model import Packing, TrainModel, working_weights
@@ -45,3 +45,15 @@ def test_coarser_codecs_diverge_more():
             found.add(reference, log_probabilities(CodedModel(geometry, weights), CODECS[name], ids), ids[0, 1:])
             losses.append(found.nats)
     assert 0 <= losses[0] < losses[1] < losses[2]
+
+
+def test_planted_outliers_change_no_score():
+    geometry, parameters = load_parameters(CHECKPOINT)
+    weights = working_weights(parameters, torch.float32, rounds_to_fp8=False)
+    planted = plant_outliers(weights)
+    ids = torch.randint(0, 8000, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        packing = Packing.of(torch.arange(64).unsqueeze(0))
+        before, after = (TrainModel(geometry, each).hidden(ids, packing) for each in (weights, planted))
+    assert not torch.equal(weights["layers.3.k_norm"], planted["layers.3.k_norm"])
+    assert torch.allclose(before, after, atol=1e-3)

@@ -17,6 +17,7 @@ from engine.errors import CapacityError
 from engine.models import quantized, weights
 from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig
 from engine.models.layout import tensor_shapes
+from engine.ops import attention_prefill
 from engine.ops.attention_decode import DecodeWorkspace
 from engine.ops.decode_slots import DecodeSlots
 from engine.ops.penalise import TokenCounts
@@ -24,6 +25,7 @@ from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, pack
 from engine.ops.sample_table import SamplingTable
 from engine.planner import (
     PENDING_ROWS,
+    SEGMENT,
     Demand,
     Plan,
     Share,
@@ -37,6 +39,7 @@ from engine.planner import (
     num_splits,
     options,
     plan,
+    restored_bytes,
 )
 from engine.sampler import Sampler
 
@@ -201,6 +204,15 @@ def test_tables_of_a_gpu_are_counted_to_the_byte(num_drafts):
     assert most_rows(5, num_drafts) == max(rows)
 
 
+def test_restored_codes_by_hand():
+    assert SEGMENT == attention_prefill.SEGMENT
+    demand = Demand(A3B, codec="int8-g64", context=262_144, prefill_chunk=512)
+    # keys and values of 16,384 tokens, two KV heads of 256 fp16 numbers; 512 rows of 16 heads of 256 fp32 numbers
+    assert restored_bytes(demand) == 2 * 16_384 * 2 * 256 * 2 + 512 * 16 * 256 * 4
+    assert restored_bytes(demand.having(context=8192)) == 2 * 8192 * 2 * 256 * 2
+    assert restored_bytes(demand.having(codec="bf16")) == 0
+
+
 @pytest.mark.parametrize("context", [1, 128, 129, 16_384, 16_385, 65_536, 262_144, 1_010_000])
 def test_attention_is_split_as_its_workspace_is(context):
     workspace = DecodeWorkspace.empty(1, A3B.num_attention_heads, A3B.head_dim, context, META)
@@ -242,7 +254,7 @@ def test_refusal_names_what_would_fit_and_what_would_help():
 def test_an_option_that_is_enough_alone_is_marked():
     asked = four_at_full_length(mtp="full")
     text = explain(asked, plan(asked), 24 * GIB)
-    assert "mtp off (frees 0.95 GiB), enough" in text
+    assert "num_drafts 0 (frees 0.95 GiB), enough" in text
     assert "kv_codec" not in text
 
 
@@ -257,9 +269,21 @@ def test_an_option_frees_what_it_says():
     asked = four_at_full_length(mtp="full", is_embedding_on_host=False)
     found = {(o.setting, o.value): o.saved_bytes for o in options(asked)}
     before = plan(asked)
-    assert found["mtp", "off"] == before.num_bytes - plan(replace(asked, mtp="off")).num_bytes
+    assert found["num_drafts", "0"] == before.num_bytes - plan(replace(asked, mtp="off")).num_bytes
     assert found["embedding", "host"] == weights_of(before, "embedding")
     assert all(a >= b for a, b in pairwise(found.values()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_drafts_nothing_of_mtp_is_loaded(name):
+    config = CONFIGS[name]
+    model = quantized._Builder(MetaArtifact(config, "w4"), META, torch.bfloat16, drafts=False).model()
+    assert model._mtp is None
+    found = plan(Demand(model.config, "w4", kv_cache_tokens=1000))
+    assert found == plan(Demand(config, "w4", kv_cache_tokens=1000, mtp="off"))
+    assert found.of("KV blocks") == KVCache(model.config, 16, META, torch.bfloat16).num_bytes
+    parts = (model._embedding, model._layers, model._norm, model._head, model._rope)
+    assert sum(s.num_bytes for s in found.shares if s.name.startswith("weights: ")) == num_bytes(parts)
 
 
 def test_a_windowed_mtp_keeps_the_beginning_and_the_newest():
