@@ -65,8 +65,8 @@ class EngineConfig(Section):
     computed token by token and differ from that by rounding, are then computed again when they come back."""
 
     num_drafts: int = Field(default=3, ge=0, le=7)
-    """Tokens that MTP proposes per step; 0 turns speculation off. Changes no distribution, and no token at
-    temperature 0 beyond what the rounding of products of more rows may."""
+    """Tokens that MTP proposes per step; 0 turns speculation off, and nothing of MTP is loaded. Changes no
+    distribution, and no token at temperature 0 beyond what the rounding of products of more rows may."""
 
     cuda_graphs: bool = True
     """Replay decode passes as CUDA graphs; without them, for looking at kernels one by one, decoding takes many times as

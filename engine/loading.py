@@ -45,8 +45,9 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
-# rows of prompts for which kernels are compiled at the start; they are cut by how many there are
-WARM_SIZES = (1, 2, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
+# so large that other shapes are worth it
+WARM_SIZES = (1, 16, 17, 64, 65, 192, 193, 1040, 1041, 4096)
 
 
 def load_engine(
@@ -67,13 +68,13 @@ def load_engine(
         )
     budget = _budget(config, device)
     codec = choose_codec(config.kv_codec, device, dtype)
-    demand = choose_demand(config, _unsized(checkpoint_dir, device, dtype, codec), budget)
+    demand = choose_demand(config, _unsized(config, checkpoint_dir, device, dtype, codec), budget)
     planned = plan(demand)
     _log_plan(planned, budget)
     constraints = Constraints(checkpoint_dir, demand.config.vocab_size)
     vocabulary = constraints.begin_loading()
     with timed("weights"):
-        model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn)
+        model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn, drafts=config.num_drafts > 0)
     torch.set_num_threads(config.num_threads or _default_threads(model.config))
     info = EngineInfo(
         checkpoint_dir=str(checkpoint_dir),
@@ -139,11 +140,16 @@ def cache_key(
     return repr((NUMERICS_VERSION, str(dtype), codec.name, is_stretched, str(checkpoint_dir.resolve()), stats)).encode()
 
 
-def _unsized(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, codec: KVCodec) -> Demand:
+def _unsized(
+    config: EngineConfig, checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, codec: KVCodec
+) -> Demand:
     """What is certain of a demand before its size is chosen."""
     recipe = read_manifest(checkpoint_dir).recipe if is_artifact(checkpoint_dir) else None
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return Demand(read_config(checkpoint_dir), recipe, codec.name, activation_bytes=dtype.itemsize, device=kind)
+    model_config = read_config(checkpoint_dir)
+    if not config.num_drafts:
+        model_config = model_config.without_mtp()
+    return Demand(model_config, recipe, codec.name, activation_bytes=dtype.itemsize, device=kind)
 
 
 def _log_plan(planned: Plan, budget: int) -> None:
@@ -199,9 +205,16 @@ def _build_device_runner(
     runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, snapshots)
     if device.type == "cuda":
         with timed("kernels of prompts"):
-            most = min(config.prefill_chunk, demand.context)
-            runner.warm_up(sorted({size for size in WARM_SIZES if size < most} | {most}))
+            runner.warm_up(_prompts_to_warm(min(config.prefill_chunk, demand.context), demand.context, slots))
     return runner
+
+
+def _prompts_to_warm(largest: int, context: int, num_slots: int) -> list[list[tuple[int, int]]]:
+    """Alone, behind the longest context, and beside others."""
+    sizes = sorted({size for size in WARM_SIZES if size < largest} | {largest})
+    together = [count for count in (2, 4, 8) if count <= num_slots]
+    far = context // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+    return [[(0, size)] for size in sizes] + [[(far, BLOCK_SIZE)]] + [[(0, 1)] * count for count in together]
 
 
 def _build_scheduler(

@@ -57,7 +57,7 @@ class PlanConfig(Section):
     """Newest tokens that a windowed MTP sees."""
 
     drafts: int = Field(default=3, ge=0, le=7)
-    """Tokens that MTP proposes per step."""
+    """Tokens that MTP proposes per step; 0 turns it off."""
 
     embedding: Literal["device", "host"] = "device"
     """Where the embedding table lies; a row of it is read per token."""
@@ -118,12 +118,13 @@ def demand_of(asked: PlanConfig) -> Demand:
     if context > limit:
         advice = "" if asked.yarn else ", or --yarn=true"
         raise ConfigError(f"context {context} is more than the model's limit: set it to {limit} or less{advice}")
+    mtp = asked.mtp if asked.drafts else "off"
     demand = Demand(
         config=model,
         recipe=asked.recipe or recipe,
         codec=asked.codec,
-        num_drafts=asked.drafts if asked.mtp != "off" else 0,
-        mtp=asked.mtp,
+        num_drafts=asked.drafts if mtp != "off" else 0,
+        mtp=mtp,
         mtp_window=asked.mtp_window,
         is_embedding_on_host=asked.embedding == "host",
         prefill_chunk=asked.prefill_chunk,

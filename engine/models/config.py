@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +73,10 @@ class ModelConfig:
     @property
     def has_mtp(self) -> bool:
         return self.mtp_num_hidden_layers > 0
+
+    def without_mtp(self) -> "ModelConfig":
+        """The same for an engine that makes no drafts: nothing of MTP is loaded, and it has no keys and values."""
+        return replace(self, mtp_num_hidden_layers=0)
 
     @property
     def head_dim(self) -> int:

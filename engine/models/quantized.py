@@ -22,20 +22,31 @@ from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import QuantizedWeight, stack_rows
 
 
-def load_artifact(directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool = False) -> Qwen3_5:
+def load_artifact(
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_stretched: bool = False,
+    drafts: bool = True,
+) -> Qwen3_5:
     """dtype  of activations and of what the recipe left unrounded. raises  CheckpointError"""
     with Artifact(directory, device) as artifact:
-        return _Builder(artifact, device, dtype, is_stretched).model()
+        return _Builder(artifact, device, dtype, is_stretched, drafts).model()
 
 
 class _Builder:
     """Layers over the tensors of an artifact, rounded or not."""
 
     def __init__(
-        self, artifact: Artifact, device: torch.device, dtype: torch.dtype, is_stretched: bool = False
+        self,
+        artifact: Artifact,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_stretched: bool = False,
+        drafts: bool = True,
     ) -> None:
         self._artifact = artifact
-        self._config = artifact.config
+        self._config = artifact.config if drafts else artifact.config.without_mtp()
         self._device = device
         self._dtype = dtype
         self._is_stretched = is_stretched

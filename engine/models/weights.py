@@ -21,26 +21,35 @@ from engine.models.layout import FUSED_DOWN, FUSED_GATE_UP
 from engine.models.qwen3_5 import Qwen3_5, rope_of
 
 
-def load_model(checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool = False) -> Qwen3_5:
+def load_model(
+    checkpoint_dir: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_stretched: bool = False,
+    drafts: bool = True,
+) -> Qwen3_5:
     """A checkpoint, or an artifact made of one.
 
     is_stretched  positions reach four times as far, as the checkpoint documents (YaRN)
+    drafts        with MTP, if there is one
     raises  CheckpointError naming the file, field or tensor that is not as the family has it
     """
     if is_artifact(checkpoint_dir):
-        return _load_artifact(checkpoint_dir, device, dtype, is_stretched)
+        return _load_artifact(checkpoint_dir, device, dtype, is_stretched, drafts)
     config = read_config(checkpoint_dir)
     with Checkpoint(checkpoint_dir, config) as checkpoint:
-        return _Builder(checkpoint, config, device, dtype, is_stretched).model()
+        return _Builder(checkpoint, config if drafts else config.without_mtp(), device, dtype, is_stretched).model()
 
 
-def _load_artifact(directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool) -> Qwen3_5:
+def _load_artifact(
+    directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool, drafts: bool
+) -> Qwen3_5:
     try:
         # only here: Triton is large, and a checkpoint is served on a CPU without it
         from engine.models.quantized import load_artifact
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{directory} is an artifact, which needs the extra `gpu`: {error}") from error
-    return load_artifact(directory, device, dtype, is_stretched)
+    return load_artifact(directory, device, dtype, is_stretched, drafts)
 
 
 class _Builder:
