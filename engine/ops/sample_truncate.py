@@ -67,7 +67,7 @@ class TruncateShape:
     """How the search is cut. Only `counted` and `tile` change roundings.
 
     block         ids of a program
-    counters      programs of a row that count above cuts, of counter_warps; `counted` ids in turn, a `tile` at once
+    counters      programs of a row that count above cuts; each takes `counted` ids in turn, a `tile` at once
     cuts          of an interval, in each of `levels` rounds
     capacity      logits that are ranked; one program bisects where the interval still holds more
     rankers       programs of a row that rank; each takes `ranked` logits after each other
@@ -76,8 +76,7 @@ class TruncateShape:
     block: int
     counters: int
     rankers: int
-    counter_warps: int = 4
-    counted: int = 1024
+    counted: int = 512
     tile: int = 64
     cuts: int = 32
     levels: int = 2
@@ -87,12 +86,8 @@ class TruncateShape:
 
 def shape_for(rows: int) -> TruncateShape:
     """Enough programs for a large card, and few where many rows need them: those with nothing to do cost time too."""
-    return TruncateShape(
-        block=1024 if rows <= 4 else 2048,
-        counters=max(32, min(256, 1024 // rows)),
-        rankers=max(16, min(128, 512 // rows)),
-        counter_warps=8 if rows <= 2 else 4,
-    )
+    counters, rankers = max(32, min(512, 1024 // rows)), max(16, min(128, 512 // rows))
+    return TruncateShape(block=1024 if rows <= 8 else 2048, counters=counters, rankers=rankers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +148,7 @@ def narrow_triton(table: torch.Tensor, slots: torch.Tensor, space: TruncateWorks
     for level in range(shape.levels):
         tally_kernel[(min(shape.counters, triton.cdiv(vocab, shape.counted)), rows)](
             table, slots, space.scaled, space.ranges, *state, vocab, programs, LEVEL=level, BLOCK=shape.counted,
-            TILE=shape.tile, PARTS=triton.next_power_of_2(programs),
-            **common | launched(table.device, shape.counter_warps),
+            TILE=shape.tile, PARTS=triton.next_power_of_2(programs), **common,
         )  # fmt: skip
     collect_kernel[(programs, rows)](
         table, slots, space.scaled, *state, space.used, space.values, vocab, BLOCK=shape.block, **common

@@ -151,11 +151,27 @@ def check_graph():
     return True
 
 
+def check_masses():
+    """The same bits however many programs of whatever width add them up."""
+    logits, found = flat(4), []
+    table, tokens, asked = prepared(4, REQUESTS["top-p"])
+    for rows in (1, 4, 32):
+        space = SampleWorkspace.empty(4, VOCAB, DEVICE, shape_for(rows))
+        sample_triton(logits, table, tokens, asked, space, shape_for(rows))
+        found.append(space.truncate.masses.clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    return True
+
+
 def check_all(seeds):
     # with the second, nearly all rows are bisected
     shapes = (shape_for(9), TruncateShape(block=1024, counters=100, rankers=4, levels=1, capacity=64))
     found = {f"seed {seed} shape {i}": guarded(check, seed, shape) for seed in seeds for i, shape in enumerate(shapes)}
-    return found | {"logprobs": guarded(check_logprobs), "graph": guarded(check_graph)}
+    return found | {
+        "logprobs": guarded(check_logprobs),
+        "graph": guarded(check_graph),
+        "masses": guarded(check_masses),
+    }
 
 
 def time_one(rows, logits, fields, **options):
@@ -179,7 +195,7 @@ def time_all():
 
 def sweep():
     """Other cuts of the kernels."""
-    cuts = itertools.product((1024, 2048), (128, 256), (64, 128), (4, 8), (512, 1024, 2048))
+    cuts = itertools.product((1024, 2048), (64, 128, 256, 512), (32, 128), (512, 1024))
     shapes = [TruncateShape(*numbers) for numbers in cuts]
     times = {}
     for rows in (1, 8):
