@@ -149,25 +149,31 @@ class DeviceRunner:
         self._arrived = Arrival(self._device)
 
     @torch.inference_mode()
-    def warm_up(self, sizes: Iterable[int]) -> None:
-        """Prompts of these sizes in the first slot, before there are requests: what is compiled on first use is
-        compiled here."""
-        owners = Owners(
-            *(to_device([0], dtype, self._device) for dtype in (torch.int64, torch.int32)), self._tables.ids[:1]
-        )
-        for size in sizes:
-            self._tables.begin(0)
-            self._tables.extend(0, list(range(-(-size // BLOCK_SIZE))))
-            batch = build_batch([RequestRows(0, 0, [0] * size)], self._tables, commits=True)
-            hidden = self._forward(batch)
-            logits = self._model.compute_logits(hidden[-1:])
-            for mode in Mode:
-                first = self._pass.choose_first(logits, owners, batch.positions[-1:] + 1, mode, None)
-                if self._pass.num_drafts:
-                    hidden = self._model.forward_mtp(batch, hidden, self._state.kv)
-                self._pass.finish_first(logits, owners, first, hidden[-1:], mode)
+    def warm_up(self, batches: Iterable[Sequence[tuple[int, int]]]) -> None:
+        """Prompts in the first slots, before there are requests: what is compiled on first use is compiled here.
+
+        batches  first position and number of the rows of each prompt that is computed beside the others of its batch
+        """
+        for parts in batches:
+            for slot, (start, count) in enumerate(parts):
+                self._tables.begin(slot)
+                num_blocks = -(-(start + count) // BLOCK_SIZE)
+                self._tables.extend(slot, list(range(num_blocks)))
+            rows = [RequestRows(slot, start, [0] * count) for slot, (start, count) in enumerate(parts)]
+            self._run_once(build_batch(rows, self._tables, commits=True))
         self._state.slots.numbers.zero_()
-        self._states.reset(0)
+        for slot in range(self._states.num_slots):
+            self._states.reset(slot)
+
+    def _run_once(self, batch: ForwardBatch) -> None:
+        owners = Owners(batch.state_slots, batch.state_slots.int(), self._tables.ids.index_select(0, batch.state_slots))
+        hidden = self._forward(batch)
+        following = self._model.forward_mtp(batch, hidden, self._state.kv) if self._pass.num_drafts else hidden
+        logits = self._model.compute_logits(self._take(hidden, batch.last_rows))
+        positions = self._take(batch.positions, batch.last_rows) + 1
+        for mode in Mode:
+            first = self._pass.choose_first(logits, owners, positions, mode, None)
+            self._pass.finish_first(logits, owners, first, self._take(following, batch.last_rows), mode)
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:

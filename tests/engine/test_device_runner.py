@@ -165,7 +165,7 @@ def test_more_requests_than_a_pass_takes_are_refused(checkpoint_dir):
 
 def test_what_warming_up_leaves_is_not_seen(checkpoint_dir):
     in_step, ahead = pair(checkpoint_dir)
-    ahead._runner.warm_up((1, 63, 64, 130))
+    ahead._runner.warm_up([[(0, 1)], [(0, 130)], [(1024, 64)], [(0, 1), (0, 7), (64, 3)]])
     assert generate(ahead, *mixed_requests()) == generate(in_step, *mixed_requests())
 
 
