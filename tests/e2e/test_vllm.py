@@ -21,7 +21,8 @@ def vllm_url(tmp_path_factory):
     assert vllm.is_prepared(), "no vLLM here: python -m tests.e2e.vllm prepares it"
     folder = tmp_path_factory.mktemp("vllm")
     vllm.write_bfloat16(resolve_checkpoint("longlane-tiny"), folder / "checkpoint")
-    with vllm.running(folder / "checkpoint", folder / "log") as url:
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_xml", "--enable-prompt-tokens-details")
+    with vllm.running(folder / "checkpoint", folder / "log", *tools) as url:
         yield url
 
 
@@ -88,6 +89,76 @@ def test_stream_of_vllm_passes_unchanged(both, vllm_url):
 def test_error_of_vllm_passes_unchanged(client):
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=vllm.MODEL, messages=HELLO, max_tokens=-3)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {
+    "model": vllm.MODEL,
+    "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+    "tools": [WEATHER],
+    "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    "max_tokens": 64,
+    "temperature": 0,
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+def test_tool_call_of_vllm_passes(client):
+    body = dict(CALL)
+    more = {"chat_template_kwargs": body.pop("chat_template_kwargs")}
+    (call,) = client.chat.completions.create(**body, extra_body=more).choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+def test_streamed_tool_call_is_the_whole_one(both, client):
+    body = dict(CALL)
+    more = {"chat_template_kwargs": body.pop("chat_template_kwargs")}
+    (whole,) = client.chat.completions.create(**body, extra_body=more).choices[0].message.tool_calls
+    deltas = [
+        call
+        for event in events(f"{both.url}/v1/chat/completions", CALL | {"stream": True})
+        if isinstance(event, dict)
+        for choice in event["choices"]
+        for call in choice["delta"].get("tool_calls") or ()
+    ]
+    names = [call["function"]["name"] for call in deltas if call["function"].get("name")]
+    assert names == ["get_weather"]
+    text = "".join(call["function"].get("arguments") or "" for call in deltas)
+    assert json.loads(text) == json.loads(whole.function.arguments)
+
+
+def answer_of(url: str, path: str, body: dict) -> tuple[int, dict]:
+    reply = httpx.post(url + path, json=body, timeout=60)
+    return reply.status_code, reply.json()
+
+
+TOO_LONG = {"model": vllm.MODEL, "messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/chat/completions", TOO_LONG, 400, "maximum context length"),
+        ("/v1/chat/completions", {"model": vllm.MODEL, "messages": [{"content": "no role"}]}, 400, "role"),
+        ("/v1/embeddings", {"model": vllm.MODEL, "input": "hi"}, 404, ""),
+    ],
+    ids=["too long", "no role", "no embeddings"],
+)
+def test_refusals_of_vllm_pass_unchanged(both, vllm_url, path, body, status, words):
+    direct = answer_of(vllm_url, path, body)
+    assert answer_of(both.url, path, body) == direct
+    assert direct[0] == status and words in json.dumps(direct[1])
 
 
 def test_leaving_client_is_cancelled_in_vllm(both, vllm_url):

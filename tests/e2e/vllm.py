@@ -76,11 +76,11 @@ def widen(tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, log: Path):
-    """Base URL of a vLLM that serves the checkpoint as `vllm-tiny`; it ends with the block."""
+def running(checkpoint: Path, log: Path, *more: str):
+    """Base URL of a vLLM that serves the checkpoint as `vllm-tiny`; it ends with the block. `more` flags."""
     port = free_port()
     flags = ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
-    flags += ["--max-num-seqs", "8", "--enforce-eager", "--dtype", "bfloat16"]
+    flags += ["--max-num-seqs", "8", "--enforce-eager", "--dtype", "bfloat16", *more]
     environment = {
         **os.environ,
         "PYTHONPATH": str(HOME / "path"),
