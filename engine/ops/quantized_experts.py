@@ -31,6 +31,8 @@ from engine.ops.quantized_weight import GROUP, QuantizedWeight, unpack
 from engine.ops.route import choose, choose_at, chosen_at, route
 
 _REFERENCE_ROWS = 32
+# one program works on 128 rows of a matrix
+_SWIGLU_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +148,7 @@ def quantized_experts_triton(
 
 
 def experts_swiglu_triton(
-    x: QuantizedRows,
-    logits: torch.Tensor,
-    experts: QuantizedExperts,
-    num_chosen: int,
-    num_warps: int = 8,
-    most: int = 2,
+    x: QuantizedRows, logits: torch.Tensor, experts: QuantizedExperts, num_chosen: int
 ) -> QuantizedRows:
     """q(silu(gate x) * up x) of the experts of each row, the shared one last: rows * (num_chosen + 1) rows"""
     groups = groups_of(experts.gate_up.columns)
@@ -164,9 +161,8 @@ def experts_swiglu_triton(
         experts.gate_up.words, experts.gate_up.scales, experts.shared_gate_up.words, experts.shared_gate_up.scales,
         inner.values, inner.scales, inner.sums, experts.width // GROUP, groups, logits.shape[1] - 1,
         CHOSEN=num_chosen, BITS=experts.gate_up.bits, SHARED_BITS=experts.shared_gate_up.bits, SEGMENTS=segments,
-        ITERATIONS=iterations, AHEAD=ahead(iterations, most * 4 // experts.gate_up.bits),
-        SHARED_AHEAD=ahead(iterations, most * 4 // experts.shared_gate_up.bits),
-        **_choice_options(logits, num_warps),
+        ITERATIONS=iterations, AHEAD=ahead(iterations, 8 // experts.gate_up.bits),
+        SHARED_AHEAD=ahead(iterations, 8 // experts.shared_gate_up.bits), **_choice_options(logits, _SWIGLU_WARPS),
     )  # fmt: skip
     return inner
 

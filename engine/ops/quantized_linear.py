@@ -21,13 +21,14 @@ from engine.ops.quantized_dot import (
     launch_options,
     load_scales,
     load_words,
-    multiply_add,
     num_iterations,
     num_segments,
 )
+from engine.ops.quantized_linear_rows import linear_rows_triton
 from engine.ops.quantized_weight import QuantizedWeight, unpack
 
-_FEW_ROWS = 4
+# more take matrix instructions, which cost the same for one and for eight
+_FEW_ROWS = 2
 
 
 def quantized_linear(
@@ -72,26 +73,20 @@ def quantized_linear_triton(
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
     segments: int | None = None,
-    num_rows: int | None = None,
+    is_few: bool | None = None,
 ) -> torch.Tensor:
-    """segments, num_rows  only for measurements: another order, and rows that a program takes (1, 2, 4, 8, 16, 32)"""
+    """segments, is_few  only for measurements: another order, and the kernel for few rows or that for more"""
     assert len(weights) <= 2 and all(weight.columns == x.values.shape[1] for weight in weights)
     assert residual is None or residual.is_contiguous()
     outputs = sum(weight.rows for weight in weights)
     y = torch.empty(len(x.values), outputs, dtype=dtype, device=x.values.device)
     segments = segments or num_segments(groups_of(weights[0].columns))
-    num_rows = num_rows or rows_of_program(len(y))
-    if num_rows <= _FEW_ROWS:
-        _launch_few_rows(x, weights, y, residual, segments, num_rows)
-        return y
-    for weight, first_column in zip(weights, (0, weights[0].rows), strict=False):
-        _launch_rows(x, weight, y, first_column, residual, segments, num_rows)
+    # the interpreter has no matrix instructions
+    if is_interpreted() or (len(y) <= _FEW_ROWS if is_few is None else is_few):
+        _launch_few_rows(x, weights, y, residual, segments)
+    else:
+        linear_rows_triton(x, weights, y, residual, segments)
     return y
-
-
-def rows_of_program(rows: int) -> int:
-    """Up to 4: dp4a on the ordinary cores; more: matrix instructions, which take 8, 16 or 32."""
-    return min(32, triton.next_power_of_2(rows))
 
 
 def _launch_few_rows(
@@ -100,13 +95,13 @@ def _launch_few_rows(
     y: torch.Tensor,
     residual: torch.Tensor | None,
     segments: int,
-    num_rows: int,
 ) -> None:
     first, last = weights[0], weights[-1]
     groups = groups_of(first.columns)
     iterations = num_iterations(groups, segments)
     tiles = sum(weight.words.shape[0] for weight in weights)
-    # code grows with rows and iterations: fewer are taken at a time
+    num_rows = min(_FEW_ROWS, len(y))
+    # code grows with rows and iterations: with more rows fewer are taken at a time
     most = 24 if num_rows == 1 else 16
     linear_few_rows_kernel[(tiles, triton.cdiv(len(y), num_rows))](
         x.values.view(torch.int32), x.scales, x.sums, first.words, first.scales, last.words, last.scales,
@@ -116,26 +111,6 @@ def _launch_few_rows(
         LAST_AHEAD=ahead(iterations, most // last.bits), HAS_RESIDUAL=residual is not None,
         PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(),
         **launch_options(y.device, segments // 2),
-    )  # fmt: skip
-
-
-def _launch_rows(
-    x: QuantizedRows,
-    weight: QuantizedWeight,
-    y: torch.Tensor,
-    first_column: int,
-    residual: torch.Tensor | None,
-    segments: int,
-    num_rows: int,
-) -> None:
-    groups = groups_of(weight.columns)
-    iterations = num_iterations(groups, segments)
-    linear_rows_kernel[(weight.words.shape[0], triton.cdiv(len(y), num_rows))](
-        x.values, x.scales, x.sums, weight.words.view(torch.int8), weight.scales,
-        y if residual is None else residual, y, len(y), y.shape[1], first_column, weight.rows, groups,
-        ROWS=num_rows, BITS=weight.bits, SEGMENTS=segments, ITERATIONS=iterations,
-        AHEAD=ahead(iterations, min(4, 32 // num_rows)), HAS_RESIDUAL=residual is not None,
-        PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(), **launch_options(y.device, segments // 2),
     )  # fmt: skip
 
 
@@ -257,108 +232,3 @@ def load_iteration(words_ptr, tile, i, groups, BITS: tl.constexpr, SEGMENTS: tl.
 def load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS: tl.constexpr):
     group = (tl.arange(0, SEGMENTS) + i * SEGMENTS)[:, None]
     return load_scales(scales_ptr, tile * groups + group, group < groups)
-
-
-@triton.jit
-def linear_rows_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, bytes_ptr, scales_ptr, residual_ptr, y_ptr,
-    rows, outputs, first_column, columns, groups,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
-    tiles = ()
-    scales = ()
-    for i in tl.static_range(AHEAD):
-        tiles = tiles + (load_tile(bytes_ptr, tile, i, groups, BITS, SEGMENTS),)
-        scales = scales + (load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = tl.zeros([SEGMENTS, 16, ROWS], tl.float32)
-    for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
-        next_tiles = ()
-        next_scales = ()
-        for i in tl.static_range(AHEAD):
-            acc = add_tile(
-                acc, tiles[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, row, rows, start + i, groups,
-                BITS, SEGMENTS, INTERPRETED,
-            )  # fmt: skip
-            # groups beyond the last are masked
-            after = start + AHEAD + i
-            next_tiles = next_tiles + (load_tile(bytes_ptr, tile, after, groups, BITS, SEGMENTS),)
-            next_scales = next_scales + (load_iteration_scales(scales_ptr, tile, after, groups, SEGMENTS),)
-        tiles = next_tiles
-        scales = next_scales
-    y = tl.reshape(fold(tl.reshape(acc, [SEGMENTS, 16 * ROWS]), SEGMENTS, 16 * ROWS), [16, ROWS])
-    column = tile * 16 + tl.arange(0, 16)[:, None]
-    at = row[None, :].to(tl.int64) * outputs + first_column + column
-    mask = (row < rows)[None, :] & (column < columns)
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def add_tile(
-    acc, tile, scales, x_ptr, x_scales_ptr, x_sums_ptr, row, rows, i, groups,
-    BITS: tl.constexpr, SEGMENTS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """acc [SEGMENTS, 16, rows] plus the i-th group of every segment."""
-    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
-    mask = (group < groups)[:, None] & (row < rows)[None, :]
-    sums = dot_tile(tile, x_ptr, row, group, groups, mask, INTERPRETED, BITS)
-    at = row[None, :] * groups + group[:, None]
-    if BITS == 4:
-        sums -= 8 * tl.load(x_sums_ptr + at, mask=mask, other=0)[:, None, :]
-    x_scales = tl.load(x_scales_ptr + at, mask=mask, other=0.0)
-    return multiply_add(sums.to(tl.float32), scales[:, :, None] * x_scales[:, None, :], acc, INTERPRETED)
-
-
-@triton.jit
-def load_tile(bytes_ptr, tile, i, groups, BITS: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The 16 rows of the i-th group of every segment: [SEGMENTS, 16, 8 * BITS] int8."""
-    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
-    byte = tl.arange(0, 8 * BITS)[None, None, :]
-    at = bytes_ptr + (tile * groups + group).to(tl.int64)[:, None, None] * (128 * BITS)
-    at += (byte // 16) * 256 + tl.arange(0, 16)[None, :, None] * 16 + byte % 16
-    return tl.load(at, mask=(group < groups)[:, None, None], other=0)
-
-
-@triton.jit
-def dot_tile(tile, x_ptr, row, group, groups, mask, INTERPRETED: tl.constexpr, BITS: tl.constexpr):
-    """Sums over a group: tile [S, 16, 8 * BITS] times the activations of rows [R]: [S, 16, R] int32."""
-    byte = tl.arange(0, 8 * BITS)[None, None, :]
-    at = x_ptr + (row[None, :, None] * groups + group[:, None, None]) * 64
-    if BITS == 4:
-        at += (byte // 16) * 32 + byte % 16
-        low = tl.load(at, mask=mask[:, :, None], other=0)
-        high = tl.load(at + 16, mask=mask[:, :, None], other=0)
-        sums = tl.dot(low_nibbles(tile, INTERPRETED), tl.permute(low, [0, 2, 1]), out_dtype=tl.int32)
-        return tl.dot(high_nibbles(tile, INTERPRETED), tl.permute(high, [0, 2, 1]), sums, out_dtype=tl.int32)
-    else:
-        x = tl.load(at + byte, mask=mask[:, :, None], other=0)
-        return tl.dot(tile, tl.permute(x, [0, 2, 1]), out_dtype=tl.int32)
-
-
-@triton.jit
-def low_nibbles(tile, INTERPRETED: tl.constexpr):
-    if INTERPRETED:
-        return tile & 15
-    else:
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [tile], dtype=tl.int8, is_pure=True, pack=4
-        )
-
-
-@triton.jit
-def high_nibbles(tile, INTERPRETED: tl.constexpr):
-    if INTERPRETED:
-        return (tile >> 4) & 15
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
-            "=r,r", [tile], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip

@@ -4,6 +4,7 @@ import warnings
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon._runtime import GluonASTSource
 
 # compute capability -> shared memory that one block may have, bytes
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -14,7 +15,9 @@ def compiled(kernel, capability, types, constants, num_warps, **options):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        fn=kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
     with warnings.catch_warnings():
         # a notice about a default of the next version of Triton
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")

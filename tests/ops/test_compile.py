@@ -7,7 +7,8 @@ import pytest
 from engine.ops.quantize_rows import quantize_rms_norm_kernel, quantize_rows_kernel
 from engine.ops.quantized_dot import ahead, num_iterations, num_segments
 from engine.ops.quantized_experts import experts_down_kernel, experts_swiglu_kernel
-from engine.ops.quantized_linear import linear_few_rows_kernel, linear_rows_kernel
+from engine.ops.quantized_linear import linear_few_rows_kernel
+from engine.ops.quantized_linear_rows import linear_rows_kernel
 from engine.ops.router_logits import router_logits_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
@@ -25,7 +26,6 @@ POINTERS = {
     "x_scales_ptr": "*fp32",
     "x_sums_ptr": "*i32",
     "words_ptr": "*i32",
-    "bytes_ptr": "*i8",
     "scales_ptr": "*fp16",
     "last_words_ptr": "*i32",
     "last_scales_ptr": "*fp16",
@@ -59,9 +59,9 @@ def check(kernel, capability, pointers, constants, num_warps):
     return made.asm["ptx"]
 
 
-def slow(capability):
+def slow(capability, taken=(86, 90)):
     """A second or more each: for the least shared memory and for dependent launch, unless all cards are asked for."""
-    if capability not in (86, 90) and not os.environ.get("LONGLANE_COMPILE_ALL"):
+    if capability not in taken and not os.environ.get("LONGLANE_COMPILE_ALL"):
         pytest.skip("LONGLANE_COMPILE_ALL=1 compiles it for every card")
 
 
@@ -70,59 +70,58 @@ def order(columns):
     return {"SEGMENTS": segments, "ITERATIONS": num_iterations(columns // 64, segments), "INTERPRETED": False}
 
 
+def pair(bits, last_bits, columns, most):
+    constants = order(columns) | {"BITS": bits, "LAST_BITS": last_bits, "IS_PAIR": bits != last_bits}
+    constants |= {"AHEAD": ahead(constants["ITERATIONS"], most // bits), "HAS_RESIDUAL": True}
+    return constants | {"LAST_AHEAD": ahead(constants["ITERATIONS"], most // last_bits)}
+
+
 def check_few_rows(bits, last_bits, rows, columns, capability):
-    constants = order(columns)
-    taken = {
-        "AHEAD": ahead(constants["ITERATIONS"], 24 // bits),
-        "LAST_AHEAD": ahead(constants["ITERATIONS"], 24 // last_bits),
-    }
-    constants |= taken | {"BITS": bits, "LAST_BITS": last_bits, "IS_PAIR": bits != last_bits}
-    constants |= {"ROWS": rows, "HAS_RESIDUAL": True}
+    constants = pair(bits, last_bits, columns, 24 if rows == 1 else 16) | {"ROWS": rows}
     ptx = check(linear_few_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
     # one exchange between warps for each row and matrix, and none inside the loop
     assert "dp4a" in ptx and ptx.count("bar.sync") < 2 * rows * (1 + (bits != last_bits))
 
 
-def check_rows(bits, rows, columns, capability):
-    constants = order(columns) | {"BITS": bits, "ROWS": rows, "HAS_RESIDUAL": False}
-    constants["AHEAD"] = ahead(constants["ITERATIONS"], min(4, 32 // rows))
-    pointers = POINTERS | {"x_ptr": "*i8"}
-    ptx = check(linear_rows_kernel, capability, pointers, constants, constants["SEGMENTS"] // 2)
-    assert "mma.sync.aligned.m16n8k32.row.col" in ptx
+def check_rows(bits, last_bits, blocks, columns, capability):
+    constants = pair(bits, last_bits, columns, 16 if blocks == 1 else 8) | {"BLOCKS": blocks}
+    del constants["INTERPRETED"]
+    ptx = check(linear_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
+    assert "mma.sync.aligned.m16n8k32.row.col" in ptx and ptx.count("bar.sync") < 5 * blocks * 2
 
 
 def test_linear(capability):
     check_few_rows(4, 4, 1, 1024, capability)
-    check_rows(4, 8, 1024, capability)
+    check_rows(4, 4, 1, 1024, capability)
 
 
-@pytest.mark.parametrize("bits, last_bits, rows, columns", [(8, 8, 4, 1024), (4, 8, 1, 2048), (4, 4, 1, 17_408)])
+@pytest.mark.parametrize("bits, last_bits, rows, columns", [(4, 8, 1, 2048), (8, 8, 2, 1024), (4, 4, 1, 17_408)])
 def test_few_rows(bits, last_bits, rows, columns, capability):
     slow(capability)
     check_few_rows(bits, last_bits, rows, columns, capability)
 
 
-@pytest.mark.parametrize("bits, rows, columns", [(8, 32, 2048), (4, 8, 17_408)])
-def test_rows(bits, rows, columns, capability):
+@pytest.mark.parametrize("bits, last_bits, blocks, columns", [(4, 8, 1, 2048), (8, 8, 4, 17_408)])
+def test_rows(bits, last_bits, blocks, columns, capability):
     slow(capability)
-    check_rows(bits, rows, columns, capability)
+    check_rows(bits, last_bits, blocks, columns, capability)
 
 
-def choice(shared_bits, num_warps):
-    return {"CHOSEN": 8, "BITS": 4, "SHARED_BITS": shared_bits, "BLOCK": 256, "COPIES": num_warps}
+def choice(shared_bits):
+    return {"CHOSEN": 8, "BITS": 4, "SHARED_BITS": shared_bits, "BLOCK": 256}
 
 
 def test_experts_swiglu(capability):
-    slow(capability)
-    constants = order(2048) | choice(8, 8) | {"AHEAD": 2, "SHARED_AHEAD": 1}
-    ptx = check(experts_swiglu_kernel, capability, POINTERS, constants, 8)
-    # each warp finds the experts for itself
-    assert "redux.sync.max.s32" in ptx
+    slow(capability, taken=(90,))
+    constants = order(2048) | choice(8) | {"AHEAD": 2, "SHARED_AHEAD": 1}
+    ptx = check(experts_swiglu_kernel, capability, POINTERS, constants, 16)
+    # each warp finds the expert for itself
+    assert "redux.sync.max.s32" in ptx and ptx.count("bar.sync") < 16
 
 
 def test_experts_down(capability):
-    slow(capability)
-    constants = order(8 * 512) | choice(8, 8) | {"SHARED_ITERATIONS": 1, "HAS_RESIDUAL": True}
+    slow(capability, taken=(86,))
+    constants = order(8 * 512) | choice(8) | {"SHARED_ITERATIONS": 1, "HAS_RESIDUAL": True}
     check(experts_down_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
 
 

@@ -83,17 +83,18 @@ def test_by_hand(implementation, bits, device):
 @BITS
 @pytest.mark.parametrize("columns", [576, 4160])
 def test_every_path_has_the_bits_of_the_reference(bits, columns, device):
-    """Rows one by one, in pairs, four at a time, and through matrix instructions."""
-    x, weight = example(32, 16, columns, bits, device)
+    """Rows one by one, in pairs, and through matrix instructions."""
+    x, weight = example(3 if IS_INTERPRETED else 32, 16, columns, bits, device)
     expected = quantized_linear_reference(x, [weight], torch.float32)
-    for rows in (1, 2, 4, 8, 32):
+    for rows in (1, 2, 3) if IS_INTERPRETED else range(1, 33):
         assert torch.equal(quantized_linear_triton(first(x, rows), [weight], torch.float32), expected[:rows])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_rows_than_one_launch_takes(implementation, device):
-    x, weight = example(35, 16, 64, 4, device)
-    residual = torch.randn(35, 16, device=device)
+    rows = 5 if IS_INTERPRETED else 35
+    x, weight = example(rows, 16, 64, 4, device)
+    residual = torch.randn(rows, 16, device=device)
     assert_matches(implementation(x, [weight], torch.float32, residual), oracle(x, weight) + residual.double())
 
 
