@@ -15,6 +15,8 @@ from engine.ops.quantized_dot import is_interpreted
 CHUNK = 64
 # rows of a request between two launches: what they leave for each other stays in the L2 cache
 SEGMENT = 1024
+# one compilation for any number of requests up to this
+REQUESTS = 64
 
 
 def gated_delta_prefill(
@@ -132,7 +134,7 @@ def gated_delta_prefill_triton(
         "KEY_HEADS": weights.key_heads,
         "GROUP": heads // weights.key_heads,
         "SEGMENT": segment,
-        "REQUESTS": triton.next_power_of_2(len(num_rows)),
+        "REQUESTS": max(REQUESTS, triton.next_power_of_2(len(num_rows))),
         "PORTABLE": is_interpreted(),
     }
     longest = max(num_rows)

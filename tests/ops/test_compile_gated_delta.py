@@ -7,7 +7,7 @@ import pytest
 from engine.ops.causal_conv_heads import BLOCK_ROWS, causal_conv_heads_kernel
 from engine.ops.gated_delta_decode import NUM_WARPS, gated_delta_decode_kernel
 from engine.ops.gated_delta_fold import gated_delta_fold_kernel
-from engine.ops.gated_delta_prefill import SEGMENT, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
+from engine.ops.gated_delta_prefill import REQUESTS, SEGMENT, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
 from engine.ops.gated_rms_norm import BLOCK_ITEMS, gated_rms_norm_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
@@ -70,7 +70,7 @@ def test_rows_around_the_prompt(capability):
 
 def prefill(capability):
     key_heads, group = MODELS[0]
-    constants = {"KEY_HEADS": key_heads, "GROUP": group, "SEGMENT": SEGMENT, "REQUESTS": 1, "PORTABLE": False}
+    constants = {"KEY_HEADS": key_heads, "GROUP": group, "SEGMENT": SEGMENT, "REQUESTS": REQUESTS, "PORTABLE": False}
     return prefill_shape_for(divmod(capability, 10)), constants
 
 
