@@ -12,7 +12,6 @@ from pathlib import Path
 
 import uvicorn
 from prometheus_client import CollectorRegistry
-from sse_starlette.sse import AppStatus
 
 from config import ConfigError, EngineConfig, ServerConfig, load_keys
 from config.listen import KEEP_ALIVE_S, PortError, address, bind, deadline_protocol
@@ -90,8 +89,6 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:
-    # streams in flight finish within the drain time; sse-starlette would cut them at once
-    AppStatus.disable_automatic_graceful_drain()
     # uvicorn raises the signal again when it has drained: the end was asked for, so it is no failure
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)

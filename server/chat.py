@@ -1,6 +1,6 @@
 """POST /v1/chat/completions, streamed and whole."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ def _limit(body: ChatRequest, model: ServedModel) -> OutputLimit:
     return OutputLimit(body.max_tokens, model.default_max_tokens)
 
 
-async def _events(chat: ChatAnswer, request_id: str) -> AsyncIterator[bytes]:
+async def _events(chat: ChatAnswer, request_id: str) -> AsyncGenerator[bytes]:
     """Role, deltas, one finish per choice, usage when asked for, and the marker; or an error and no marker."""
     answer = chat.answer
     yield b"".join(_chunk(chat, index, {"role": "assistant", "content": ""}) for index in range(len(answer.choices)))

@@ -1,6 +1,6 @@
 """POST /v1/completions: bare prompts continued, streamed and whole."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -92,7 +92,7 @@ def _checked_ids(ids: Any, model: ServedModel) -> tuple[int, ...]:
     return tuple(ids)
 
 
-async def _events(text: TextAnswer, request_id: str) -> AsyncIterator[bytes]:
+async def _events(text: TextAnswer, request_id: str) -> AsyncGenerator[bytes]:
     offsets = [0] * len(text.answer.choices)
     try:
         async for batch in text.answer.deltas():

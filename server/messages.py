@@ -2,10 +2,9 @@
 
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -39,6 +38,8 @@ from server.tool_calls import CallArguments, CallEnd, CallStart, Content
 from server.tool_schema import ToolSchemas, declared_tools
 
 PATH = "/v1/messages"
+# byte for byte as that API writes it
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 class Messages:
@@ -133,11 +134,11 @@ def _choice(choice: Mapping[str, Any] | None) -> ToolChoice:
     return ToolChoice("required" if kind == "any" else kind)
 
 
-def _ping() -> ServerSentEvent:
-    return ServerSentEvent(event="ping", data='{"type": "ping"}', sep="\n")
+def _ping() -> bytes:
+    return PING
 
 
-async def _events(answer: Answer, request_id: str) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, request_id: str) -> AsyncGenerator[bytes]:
     """The exact count of the prompt comes at once; what of it was cached is known, and said, at the end."""
     start = _message(answer, [], None) | {"usage": _usage(answer.num_prompt_tokens, 0, 0)}
     yield named("message_start", {"type": "message_start", "message": start})

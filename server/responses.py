@@ -1,11 +1,10 @@
 """POST /v1/responses, streamed and whole: one list of output items, written in the same order by both."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -108,26 +107,22 @@ class Responses:
 
     def _stream(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes],
         release: Any,
         numbers: "EventNumbers",
         writer: "ResponseWriter | None" = None,
     ) -> EventStream:
-        def heartbeat() -> ServerSentEvent:
+        def heartbeat() -> bytes:
             # comments do not reset this API's idle timers, an event does
             value = {"response": writer.response("in_progress")} if writer else {}
-            return ServerSentEvent(
-                event="response.in_progress",
-                data=to_json(numbers.event("response.in_progress", value)).decode(),
-                sep="\n",
-            )
+            return numbers.write("response.in_progress", value)
 
         config = self._serving.config
         return EventStream(
             events, release, heartbeat_s=config.heartbeat_s, send_timeout_s=config.send_timeout_s, heartbeat=heartbeat
         )
 
-    async def _events(self, writer: "ResponseWriter", request_id: str) -> AsyncIterator[bytes]:
+    async def _events(self, writer: "ResponseWriter", request_id: str) -> AsyncGenerator[bytes]:
         yield writer.begin()
         try:
             async for batch in writer.answer.deltas():
@@ -194,7 +189,7 @@ def _check_form(body: ResponsesRequest) -> None:
         raise UnsupportedError("stop: this API has no stop strings; chat completions have.", param="stop")
 
 
-async def _refusal(plan: ResponsePlan, model: ServedModel, error: PromptTooLongError) -> AsyncIterator[bytes]:
+async def _refusal(plan: ResponsePlan, model: ServedModel, error: PromptTooLongError) -> AsyncGenerator[bytes]:
     numbers = EventNumbers()
     response = _response_body(plan, f"resp_{secrets.token_hex(12)}", model.name, model.created)
     yield numbers.write("response.created", {"response": response | {"status": "in_progress"}})

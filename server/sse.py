@@ -1,12 +1,12 @@
 """Answers as server-sent events, and what happens to the work behind them when the client goes."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +16,14 @@ from server.protocol import to_json
 
 logger = logging.getLogger(__name__)
 
-HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",
+}
+COMMENT = b": heartbeat\n\n"
+# a clock may wake a little early
+SHORTEST_WAIT_S = 0.001
 
 
 def named(event: str, value: Any) -> bytes:
@@ -28,45 +35,85 @@ def data(value: Any) -> bytes:
 
 
 class EventStream:
-    """ASGI callable: sends events, a heartbeat comment every `heartbeat_s`, and releases the work whatever happens.
+    """ASGI callable: sends events, a heartbeat after every silence of `heartbeat_s`, and releases the work whatever
+    happens. It ends early when the client leaves or takes no byte for `send_timeout_s`.
 
-    sse-starlette stops the events when the client leaves or takes no byte for `send_timeout_s`; the release stands
-    outside of its cancelled scope, where it may still wait.
+    One task writes and one watches the clock, so that an event costs no more than the sending of it.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes],
         release: Callable[[], Awaitable[None]],
         *,
         heartbeat_s: float,
         send_timeout_s: float,
-        heartbeat: Callable[[], ServerSentEvent] | None = None,
+        heartbeat: Callable[[], bytes] = lambda: COMMENT,
     ) -> None:
+        self._events = events
         self._release = release
-        self._response = EventSourceResponse(
-            events,
-            headers=HEADERS,
-            sep="\n",
-            ping=heartbeat_s,
-            ping_message_factory=heartbeat or _comment,
-            send_timeout=send_timeout_s,
-        )
+        self._heartbeat_s = heartbeat_s
+        self._send_timeout_s = send_timeout_s
+        self._heartbeat = heartbeat
+        self._last_sent = time.monotonic()
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._response(scope, receive, send)
-        except SendTimeoutError:
-            logger.warning("a client took no byte of its stream for too long; the stream was cut")
+            await self._serve(receive, send)
         finally:
             await self._release()
+
+    async def _serve(self, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        writing = asyncio.ensure_future(self._write(send))
+        work = {writing, asyncio.ensure_future(self._watch(send)), asyncio.ensure_future(until_left(receive))}
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in work:
+                part.cancel()
+            await asyncio.wait(work)
+        if not writing.cancelled():
+            writing.result()
+
+    async def _write(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                await self._send(send, event)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _watch(self, send: Send) -> None:
+        """Returns when the client takes nothing."""
+        try:
+            while self._sending_since is None or time.monotonic() < self._due():
+                await asyncio.sleep(max(SHORTEST_WAIT_S, self._due() - time.monotonic()))
+                if self._sending_since is None and time.monotonic() >= self._due():
+                    async with asyncio.timeout(self._send_timeout_s):
+                        await self._send(send, self._heartbeat())
+        except TimeoutError:
+            # a heartbeat waits like an event
+            pass
+        logger.warning("a client took no byte of its stream for too long; the stream was cut")
+
+    def _due(self) -> float:
+        """When the silence, or the wait for the client, has lasted too long."""
+        if self._sending_since is not None:
+            return self._sending_since + self._send_timeout_s
+        return self._last_sent + self._heartbeat_s
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._last_sent = self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since = None
 
 
 def event_stream(
     config: ServerConfig,
-    events: AsyncIterator[bytes],
+    events: AsyncGenerator[bytes],
     answer: Answer,
-    heartbeat: Callable[[], ServerSentEvent] | None = None,
+    heartbeat: Callable[[], bytes] = lambda: COMMENT,
 ) -> EventStream:
     """The stream of one answer, which ends with it."""
     return EventStream(
@@ -74,14 +121,10 @@ def event_stream(
     )
 
 
-def _comment() -> ServerSentEvent:
-    return ServerSentEvent(comment="heartbeat", sep="\n")
-
-
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`, which is cancelled when the client leaves. raises ClientDisconnect"""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(until_left(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -93,6 +136,6 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Any]) 
         await asyncio.wait({working, leaving})
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

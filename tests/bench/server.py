@@ -3,7 +3,7 @@
 The engine behind it is a process that makes one token of every stream every 10 ms and notes the time; all else is
 real: messages between the processes, parsers, protocol, HTTP. Streams are read by this program over plain sockets. A
 token's latency is the time from when it was made to when it was read here, so a busy reader or machine adds to it.
-Every load is run with the server's writer of events, sse-starlette, and with one of our own.
+Every load is run with the server's own writer of events and with sse-starlette in its place.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--writers", nargs="+", default=["sse-starlette", "own"])
+    parser.add_argument("--writers", nargs="+", default=["own", "sse-starlette"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, load average {os.getloadavg()[0]:.1f}")

@@ -1,5 +1,6 @@
 """Time and disconnects, over real sockets."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from config.listen import KEEP_ALIVE_S
+from server.sse import EventStream
 from tests.server.live import NAME, events, running
 from tests.server.test_chat import TOOLS, ask
 
@@ -180,3 +182,92 @@ def test_metrics_tell_what_happened(live):
     text = live.http.get("/metrics").text
     for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:num_requests_swapped"):
         assert f'{name}{{engine="0",model_name="{NAME}"}}' in text
+
+
+def stream_of(events, released: list, **options) -> EventStream:
+    async def release() -> None:
+        released.append(True)
+
+    return EventStream(events, release, **{"heartbeat_s": 0.05, "send_timeout_s": 0.2} | options)
+
+
+async def nothing():
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def words():
+    for word in (b"a", b"b"):
+        yield word
+
+
+async def broken():
+    yield b"a"
+    raise ZeroDivisionError
+
+
+async def never_left():
+    await asyncio.Event().wait()
+
+
+async def left_soon():
+    await asyncio.sleep(0.02)
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("events", [nothing, words])
+def test_neither_an_event_nor_a_heartbeat_waits_for_ever(events, caplog):
+    """The headers are taken, and no byte after them."""
+    released, sent = [], []
+
+    async def send(message) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        await asyncio.wait_for(stream_of(events(), released)({}, never_left, send), 5)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert "took no byte" in caplog.text
+    assert (len(released), len(sent)) == (1, 2)
+
+
+@pytest.mark.parametrize("events", [nothing, words, broken])
+@pytest.mark.parametrize("receive", [never_left, left_soon])
+def test_the_work_is_released_however_a_stream_ends(events, receive):
+    if (events, receive) == (nothing, never_left):
+        return
+    released, sent = [], []
+
+    async def send(message) -> None:
+        sent.append(message.get("body"))
+
+    async def run() -> None:
+        await asyncio.wait_for(stream_of(events(), released)({}, receive, send), 5)
+
+    if events is broken:
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert len(released) == 1
+    assert sent[1:] == {nothing: [], words: [b"a", b"b", b""], broken: [b"a"]}[events]
+
+
+def test_a_cancelled_stream_releases_its_work():
+    released = []
+
+    async def send(message) -> None: ...
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(stream_of(nothing(), released)({}, never_left, send))
+        await asyncio.sleep(0.02)
+        serving.cancel()
+        await asyncio.wait({serving})
+        assert serving.cancelled()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert len(released) == 1
