@@ -1,13 +1,14 @@
 """Coding agents as a gateway meets them: who shares a system prompt, how conversations grow, how long tools run.
 
-Only lengths and times, no text; the same seed gives the same agents.
+Only lengths and times, no text; the same seed gives the same agents. `calls` has the form of the traces of `replay`.
 """
 
-import json
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from tests.bench.replay.trace import Call, Piece
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,16 @@ class Agent:
     start_s: float
     steps: tuple[Step, ...]
 
-    def prompt_tokens(self) -> Iterator[int]:
-        """Of each step."""
-        context = self.system_tokens
-        for step in self.steps:
-            context += step.new_tokens
-            yield context
-            context += step.output_tokens
-
-    def body(self) -> bytes:
-        """What a gateway sees of every request of this conversation: its opening."""
-        messages = [
-            {"role": "system", "content": f"You are agent software {self.system}."},
-            {"role": "user", "content": f"Task of {self.name}."},
-        ]
-        return json.dumps({"model": "m", "messages": messages}).encode()
+    def calls(self) -> Iterator[Call]:
+        messages = [Piece("system", f"system-{self.system}", self.system_tokens)]
+        after, wait_s = (), self.start_s
+        for number, step in enumerate(self.steps):
+            name = f"{self.name}-{number}"
+            messages.append(Piece("tool" if number else "user", name, step.new_tokens))
+            answer = Piece("assistant", f"{name}-answer", step.output_tokens)
+            yield Call(name, "anyone", tuple(messages), answer, after, wait_s, group=self.name)
+            messages.append(answer)
+            after, wait_s = (name,), step.pause_s
 
 
 def agents(count: int, seed: int, shape: Shape | None = None) -> list[Agent]:

@@ -4,16 +4,18 @@ The choice of an engine is the gateway's own code; engines are a model of costs 
 
 - prompts are computed one after the other, in the order in which they came, at `prefill` tokens/s less what is cached;
 - at most `places` requests run at once, each of which decodes `decode` tokens/s, whatever else runs;
-- the cache holds `cache_tokens`; the conversation that was used least recently goes first, and a system prompt that
-  several share counts once.
+- the cache holds `cache_tokens` in whole messages; what was used least recently goes first, the end of a conversation
+  before its beginning, and what several share counts once.
 
 Each engine is given `agents` conversations (or all engines together, with `--all`). A step starts when the pause after
-the last answer is over. Rates are those until nine of ten requests have ended: the rest waits for the longest ones.
+the last answer is over. `--trace FILE` takes a trace of `tests.bench.replay` instead, in which clients that leave stay.
+Rates are those until nine of ten requests have ended: the rest waits for the longest ones.
 """
 
 import argparse
 import heapq
 import itertools
+import json
 import shlex
 import sys
 import time
@@ -21,14 +23,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 
 from config import Balance, RouterConfig, Upstream
 from router.ask import read_ask
 from router.policy import Rule, order
 from router.worker import Worker
-from tests.bench.agents import Agent, agents
+from tests.bench.agents import agents
 from tests.bench.programs import percentile
+from tests.bench.replay.trace import Call, read_trace
 
+# with the tokens of the last one
+Chains = list[tuple[int, int]]
 SLACK = RouterConfig().affinity_slack
 POLICIES: tuple[Balance, ...] = ("round_robin", "least_loaded", "affinity")
 
@@ -43,45 +50,52 @@ class Costs:
 
 @dataclass
 class Engine:
-    """cached  conversation or system prompt -> tokens that only it needs, the least recently used first"""
+    """cached  chain of messages -> tokens of the last of them, the least recently used first"""
 
     costs: Costs
-    cached: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    num_cached: int = 0
     running: list[float] = field(default_factory=list)
     prefill_free_s: float = 0.0
 
-    def take(self, now: float, agent: Agent, prompt_tokens: int, output_tokens: int) -> "Served":
+    def take(self, now: float, call: Call) -> "Served":
         """A request that arrives now; no earlier one arrives later."""
         start = max(now, self.prefill_free_s)
         while self.running and self.running[0] <= start:
             heapq.heappop(self.running)
         if len(self.running) == self.costs.places:
             start = heapq.heappop(self.running)
-        cached = min(self._look_up(agent), prompt_tokens - 1)
+        prompt_tokens, output_tokens = sum(piece.num_tokens for piece in call.messages), call.answer.num_tokens
+        chains = _chains(call)
+        cached = min(self._look_up(chains), prompt_tokens - 1)
         self.prefill_free_s = start + (prompt_tokens - cached) / self.costs.prefill
         first_s = self.prefill_free_s + 1 / self.costs.decode
         end_s = first_s + (output_tokens - 1) / self.costs.decode
         heapq.heappush(self.running, end_s)
-        self._keep(agent, prompt_tokens + output_tokens)
+        self._keep(chains)
         return Served(now, first_s, end_s, prompt_tokens, cached, output_tokens)
 
-    def _look_up(self, agent: Agent) -> int:
-        system = self.cached.get(_system(agent), 0)
-        # what follows a system prompt is of no use without it
-        return system + self.cached.get(agent.name, 0) if system else 0
+    def _look_up(self, chains: Chains) -> int:
+        known = itertools.takewhile(lambda pair: pair[0] in self.cached, chains[:-1])
+        return sum(size for _, size in known)
 
-    def _keep(self, agent: Agent, num_tokens: int) -> None:
-        # the system prompt last: it is used as late as any conversation below it
-        for name, size in ((agent.name, num_tokens - agent.system_tokens), (_system(agent), agent.system_tokens)):
-            self.cached[name] = size
-            self.cached.move_to_end(name)
-        total = sum(self.cached.values())
-        while total > self.costs.cache_tokens:
-            total -= self.cached.popitem(last=False)[1]
+    def _keep(self, chains: Chains) -> None:
+        # the beginning last, so that nothing goes before what stands behind it
+        for chain, size in reversed(chains):
+            self.num_cached += size - self.cached.get(chain, 0)
+            self.cached[chain] = size
+            self.cached.move_to_end(chain)
+        while self.num_cached > self.costs.cache_tokens:
+            self.num_cached -= self.cached.popitem(last=False)[1]
 
 
-def _system(agent: Agent) -> str:
-    return f"system-{agent.system}"
+def _chains(call: Call) -> Chains:
+    """Each message with all before it, and the answer."""
+    chains, chain = [], hash(call.tenant)
+    for piece in (*call.messages, call.answer):
+        chain = hash((chain, piece.segment, piece.first, piece.num_tokens))
+        chains.append((chain, piece.num_tokens))
+    return chains
 
 
 @dataclass(frozen=True)
@@ -116,29 +130,47 @@ class Gateway:
 
 
 def simulate(
-    population: Sequence[Agent], num_engines: int, by: Balance, costs: Costs, num_gateways: int = 1, slack: int = SLACK
+    calls: Sequence[Call], num_engines: int, by: Balance, costs: Costs, num_gateways: int = 1, slack: int = SLACK
 ) -> list[Served]:
     engines = [Engine(costs) for _ in range(num_engines)]
     gateways = [Gateway(num_engines, by, slack) for _ in range(num_gateways)]
-    prefixes = [read_ask(agent.body(), None, "anyone").prefix for agent in population]
-    prompts = [list(agent.prompt_tokens()) for agent in population]
+    waiting = {call.call_id: len(call.after) for call in calls}
+    behind: dict[str, list[Call]] = {}
+    for call in calls:
+        for name in call.after:
+            behind.setdefault(name, []).append(call)
     served: list[Served] = []
-    # (time, number to break ties, agent, step, lease of the step that ends or None for one that begins)
+    # (time, number to break ties, call, lease of the call that ends or None for one that begins)
     numbers = itertools.count()
-    events = [(agent.start_s, next(numbers), index, 0, None) for index, agent in enumerate(population)]
+    events = [(call.wait_s, next(numbers), call, None) for call in calls if not call.after]
     heapq.heapify(events)
     while events:
-        now, number, index, at, lease = heapq.heappop(events)
-        agent = population[index]
-        if lease is not None:
-            lease.close()
-            if at + 1 < len(agent.steps):
-                heapq.heappush(events, (now + agent.steps[at].pause_s, next(numbers), index, at + 1, None))
+        now, number, call, lease = heapq.heappop(events)
+        if lease is None:
+            engine, lease = gateways[number % num_gateways].choose(now, prefix(call))
+            served.append(engines[engine].take(now, call))
+            heapq.heappush(events, (served[-1].end_s, next(numbers), call, lease))
             continue
-        engine, lease = gateways[number % num_gateways].choose(now, prefixes[index])
-        served.append(engines[engine].take(now, agent, prompts[index][at], agent.steps[at].output_tokens))
-        heapq.heappush(events, (served[-1].end_s, next(numbers), index, at, lease))
+        lease.close()
+        for later in behind.get(call.call_id, ()):
+            waiting[later.call_id] -= 1
+            if not waiting[later.call_id]:
+                heapq.heappush(events, (now + later.wait_s, next(numbers), later, None))
     return served
+
+
+def prefix(call: Call) -> bytes:
+    """What the gateway would read from the request's opening."""
+    opening = [piece for piece in call.messages[:3] if piece.role in ("system", "user")]
+    return _prefix(call.tenant, tuple((piece.role, f"{piece.segment} {piece.num_tokens}") for piece in opening))
+
+
+@lru_cache(maxsize=4096)
+def _prefix(tenant: str, opening: tuple[tuple[str, str], ...]) -> bytes:
+    messages = [{"role": role, "content": text} for role, text in opening]
+    found = read_ask(json.dumps({"model": "m", "messages": messages}).encode(), None, tenant).prefix
+    assert found is not None, opening
+    return found
 
 
 @dataclass(frozen=True)
@@ -173,6 +205,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--agents", type=int, default=8, help="for each engine")
     parser.add_argument("--all", type=int, help="agents of every row together, instead")
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--slack", type=int, default=SLACK)
     parser.add_argument("--seed", type=int, default=0)
@@ -189,14 +222,22 @@ def main() -> None:
 
 def table(arguments: argparse.Namespace, costs: Costs) -> Iterable[str]:
     for num_engines in arguments.engines:
-        population = agents(arguments.all or num_engines * arguments.agents, arguments.seed)
+        calls = _calls(arguments, num_engines)
+        num_agents = sum(not call.after for call in calls)
         for by in POLICIES:
-            row = summary(simulate(population, num_engines, by, costs, arguments.gateways, arguments.slack))
+            row = summary(simulate(calls, num_engines, by, costs, arguments.gateways, arguments.slack))
             times = f"{row.ttft_p50_s:.2f} s | {row.ttft_p95_s:.2f} s"
             yield (
-                f"| {num_engines} | {len(population)} | {by.replace('_', ' ')} | {row.requests:,} | {row.cached:.1%} "
+                f"| {num_engines} | {num_agents} | {by.replace('_', ' ')} | {row.requests:,} | {row.cached:.1%} "
                 f"| {times} | {row.requests_per_s:.1f} | {row.tokens_per_s:,.0f} |"
             )
+
+
+def _calls(arguments: argparse.Namespace, num_engines: int) -> list[Call]:
+    if arguments.trace:
+        return read_trace(arguments.trace)
+    population = agents(arguments.all or num_engines * arguments.agents, arguments.seed)
+    return [call for agent in population for call in agent.calls()]
 
 
 if __name__ == "__main__":
