@@ -57,8 +57,9 @@ class EngineConfig(Section):
     prefix_caching: bool = True
     """Reuse what was computed for an earlier prompt that begins alike. Tenants never share."""
 
-    snapshot_bytes: int = Field(default=2**30, ge=0)
-    """Memory for recurrent states that reuse starts from, beside the KV cache; no more is taken than blocks can use."""
+    snapshot_bytes: ByteSize | None = Field(default=None, ge=0)
+    """Memory for recurrent states that reuse starts from, beside the KV cache, like 4GiB; when not set, what contexts
+    leave of 4 GiB on a GPU and of 1 GiB on a CPU. No more is taken than blocks can use."""
 
     deterministic: bool = False
     """Reuse only what was computed as part of a prompt, so that reuse never changes a token. Answers, which are

@@ -6,10 +6,21 @@ from pathlib import Path
 
 from config.engine import BLOCK_SIZE, EngineConfig
 from engine.errors import CapacityError
-from engine.planner import Demand, check_fits, context_limit, largest_kv_tokens, num_snapshots
+from engine.planner import (
+    Demand,
+    check_fits,
+    context_limit,
+    largest_kv_tokens,
+    num_snapshots,
+    one_snapshot,
+    with_most_snapshots,
+)
 
 # a default context below this would surprise more than a refusal
 SHORTEST_DEFAULT = 4096
+DEFAULT_SNAPSHOT_BYTES = {"cuda": 4 * 2**30, "cpu": 2**30}
+# with fewer a conversation could not even return to where its user spoke last
+SNAPSHOTS_PER_REQUEST = 2
 CGROUP_DIR = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -58,7 +69,8 @@ def choose_demand(config: EngineConfig, unsized: Demand, budget: int) -> Demand:
     """
     model_limit = context_limit(unsized.config, config.yarn)
     asked = choose_capacity(config.max_model_len, config.kv_cache_tokens, model_limit)
-    demand = _sized(config, unsized, asked)
+    least, most = _snapshot_range(config, unsized)
+    demand = _sized(config, unsized, asked, least)
     if config.max_model_len is None and config.kv_cache_tokens is None:
         chosen = shorten_to_fit(asked, largest_kv_tokens(demand, budget))
         if chosen != asked:
@@ -68,13 +80,21 @@ def choose_demand(config: EngineConfig, unsized: Demand, budget: int) -> Demand:
                 chosen.max_model_len,
                 asked.max_model_len,
             )
-        demand = _sized(config, unsized, chosen)
+        asked, demand = chosen, _sized(config, unsized, chosen, least)
     check_fits(demand, budget, EngineConfig.model_fields)
-    return demand
+    return demand if least == most else with_most_snapshots(_sized(config, unsized, asked, most), budget)
 
 
-def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity) -> Demand:
-    count = num_snapshots(unsized.config, unsized.activation_bytes, config.snapshot_bytes, capacity.num_blocks)
+def _snapshot_range(config: EngineConfig, unsized: Demand) -> tuple[int, int]:
+    """Bytes that snapshots have in any case, and at most. Where nobody asked, contexts come first."""
+    if config.snapshot_bytes is not None:
+        return config.snapshot_bytes, config.snapshot_bytes
+    most, one = DEFAULT_SNAPSHOT_BYTES[unsized.device], one_snapshot(unsized.config, unsized.activation_bytes)
+    return min(most, SNAPSHOTS_PER_REQUEST * config.max_num_requests * one), most
+
+
+def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity, snapshot_bytes: int) -> Demand:
+    count = num_snapshots(unsized.config, unsized.activation_bytes, snapshot_bytes, capacity.num_blocks)
     return unsized.having(
         context=capacity.max_model_len,
         kv_cache_tokens=capacity.kv_cache_tokens,

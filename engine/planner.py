@@ -189,6 +189,12 @@ def most_requests(demand: Demand, budget: int) -> int:
     return _largest(lambda n: demand.with_full(demand.context, n), MOST_REQUESTS, budget)
 
 
+def with_most_snapshots(demand: Demand, budget: int) -> Demand:
+    """The same with as many of its snapshots as fit."""
+    count = _largest(lambda n: replace(demand, num_snapshots=n), demand.num_snapshots, budget)
+    return replace(demand, num_snapshots=count)
+
+
 def context_limit(config: ModelConfig, is_stretched: bool) -> int:
     """Tokens that a checkpoint knows positions for; stretched, those that YaRN is documented to reach."""
     native = config.max_position_embeddings

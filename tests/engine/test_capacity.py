@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from config import EngineConfig
 from engine.capacity import Capacity, choose_capacity, choose_demand, free_host_bytes, shorten_to_fit
 from engine.errors import CapacityError
 from engine.models.config import PROFILES
-from engine.planner import Demand, largest_kv_tokens
+from engine.planner import Demand, largest_kv_tokens, one_snapshot, plan
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,24 @@ def test_a_context_that_was_asked_for_is_refused_with_what_fits():
 
 def test_advice_names_settings_that_the_engine_has():
     with pytest.raises(CapacityError) as refused:
-        choose_demand(EngineConfig(max_model_len=250_000), UNSIZED, BUDGET)
+        choose_demand(EngineConfig(max_model_len=250_000, snapshot_bytes=2**30), UNSIZED, BUDGET)
     assert "snapshot_bytes 0 (frees 0.98 GiB)" in str(refused.value)
     assert "recipe" not in str(refused.value)
+
+
+@pytest.mark.parametrize("device, most", [("cuda", 4 * 2**30), ("cpu", 2**30)])
+def test_snapshots_take_what_contexts_leave(device, most):
+    one = one_snapshot(CONFIG, 2)
+    unsized = replace(UNSIZED, device=device)
+    config = EngineConfig(max_num_requests=2, max_model_len=64 * 256, num_drafts=0)
+    plenty = choose_demand(config, unsized, 2**40)
+    assert plenty.num_snapshots == most // one
+    budget = plan(replace(plenty, num_snapshots=6)).num_bytes
+    assert choose_demand(config, unsized, budget).num_snapshots == 6
+    # two for each request come before a longer context, and none where there is no room for them
+    with pytest.raises(CapacityError, match="snapshot_bytes 0"):
+        choose_demand(config, unsized, budget - 3 * one)
+    assert choose_demand(config.model_copy(update={"prefix_caching": False}), unsized, budget).num_snapshots == 0
 
 
 def test_positions_beyond_the_limit_need_yarn():
