@@ -104,7 +104,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(implementation, device)
 def test_drafts_change_no_bits(pass_rows, accepted, device):
     """Rows accepted out of passes of several are bit for bit those of one row per pass; rejected ones leave nothing."""
     weights = delta_weights(1, 2, device)
-    memory, x = delta_memory(1, weights, device), delta_rows(9, weights, device)
+    memory, x = delta_memory(1, weights, device), delta_rows(6, weights, device)
     single = copied(memory)
     stands = alone = 0
     for start in range(0, len(x) - pass_rows + 1, accepted):

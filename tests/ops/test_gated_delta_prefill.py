@@ -72,7 +72,7 @@ def test_convolution_by_hand(implementation, device):
 
 
 @pytest.mark.parametrize("implementation", PREFILL)
-@pytest.mark.parametrize("key_heads, group, num_rows", [(1, 2, [1]), (1, 1, [65]), (2, 1, [5, 130, 64])])
+@pytest.mark.parametrize("key_heads, group, num_rows", [(1, 2, [1]), (1, 1, [65]), (2, 1, [5, 70, 64])])
 def test_delta_rule_matches_its_oracle(implementation, key_heads, group, num_rows, device):
     weights, memory, x = example(num_rows, key_heads, group, device)
     slots, before = [3, 0, 2][: len(num_rows)], memory.state.clone()
@@ -105,12 +105,12 @@ def test_rows_that_are_alike(implementation, decay, device):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("cut", [64, 128])
-def test_bits_do_not_depend_on_where_a_prompt_is_cut(cut, device):
-    weights, memory, x = example([200], 1, 1, device)
-    convolved, norms = convolve(causal_conv_heads_triton, x, weights, copied(memory), [1], [200])
+def test_bits_do_not_depend_on_where_a_prompt_is_cut(device):
+    cut = 64
+    weights, memory, x = example([150], 1, 1, device)
+    convolved, norms = convolve(causal_conv_heads_triton, x, weights, copied(memory), [1], [150])
     whole, state = memory.state.clone(), memory.state
-    expected = attend(gated_delta_prefill_triton, x, convolved, norms, weights, whole, [1], [200])
+    expected = attend(gated_delta_prefill_triton, x, convolved, norms, weights, whole, [1], [150])
     outputs = []
     for part, rows, factors in zip(x.split(cut), convolved.split(cut), norms.split(cut), strict=True):
         again = convolve(causal_conv_heads_triton, part, weights, memory, [1], [len(part)])
@@ -122,7 +122,7 @@ def test_bits_do_not_depend_on_where_a_prompt_is_cut(cut, device):
 
 @pytest.mark.kernels
 def test_bits_do_not_depend_on_how_long_a_segment_is(device):
-    num_rows = [5, 130, 64]
+    num_rows = [5, 70, 64]
     weights, memory, x = example(num_rows, 1, 1, device)
     convolved, norms = convolve(causal_conv_heads_triton, x, weights, copied(memory), [3, 0, 2], num_rows)
 
