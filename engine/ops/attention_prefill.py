@@ -284,10 +284,11 @@ def attention_prefill_kernel(
             acc = tl.load(state_ptr + place, mask=live[:, None], other=0.0)
             highest = tl.load(stats_ptr + 2 * item, mask=live, other=LOWEST)
             total = tl.load(stats_ptr + 2 * item + 1, mask=live, other=0.0)
-        last = tl.minimum(tl.max(limits, axis=0), part_last)
-        table = tables_ptr + request.to(tl.int64) * tables_stride - part_first // BLOCK_SIZE
+        # counted from the part's first position: the remainder of a position in its block is then known to be a tile's
+        last = tl.minimum(tl.max(limits, axis=0), part_last) - part_first
         acc, highest, total = attend_wide(
-            query, acc, highest, total, limits, part_first, last, context, scale, kv_head, table, keys_ptr, values_ptr,
+            query, acc, highest, total, limits - part_first, last, context - part_first, scale, kv_head,
+            tables_ptr + request.to(tl.int64) * tables_stride, keys_ptr, values_ptr,
             BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_STRIDES, VALUE_STRIDES, NUM_STAGES, PORTABLE,
         )  # fmt: skip
         if IS_LAST:

@@ -58,14 +58,14 @@ def multiply(a, b, acc, PORTABLE: tl.constexpr):
 
 @triton.jit
 def attend_wide(
-    query, acc, highest, total, limits, first, last, context, scale, kv_head, table_ptr, keys_ptr, values_ptr,
+    query, acc, highest, total, limits, last, context, scale, kv_head, table_ptr, keys_ptr, values_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of many rows over the positions first : last of plain numbers, continued.
+    """Online softmax of many rows over the positions below last of plain numbers, continued.
 
-    Row i sees positions below limits[i]. A tile of which a row sees nothing leaves that row's results as they were, bit
-    for bit: the weights are zero and the maximum stays.
+    Positions count from the first block of the table. Row i sees those below limits[i]. A tile of which a row sees
+    nothing leaves that row's results as they were, bit for bit: the weights are zero and the maximum stays.
 
     query                [BLOCK_M, HEAD_DIM]
     acc, highest, total  [BLOCK_M, HEAD_DIM], the maximum of the log2 weights and their sum, [BLOCK_M]; 0, LOWEST and 0
@@ -78,8 +78,8 @@ def attend_wide(
     ones = tl.full([BLOCK_N, 16], 1.0, number)
     total = tl.broadcast_to(total[:, None], [BLOCK_M, 16])
     # one tile ahead: a table entry read where it is used would take a stage of the pipeline from the tiles
-    following = tl.load(table_ptr + first // BLOCK_SIZE)
-    for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
+    following = tl.load(table_ptr)
+    for start in tl.range(0, last, BLOCK_N, num_stages=NUM_STAGES):
         block = following.to(tl.int64)
         following = tl.load(table_ptr + tl.minimum(start + BLOCK_N, last - 1) // BLOCK_SIZE)
         offsets = start % BLOCK_SIZE + token
@@ -121,7 +121,7 @@ def attend_narrow(
     KEY_SCALE_STRIDES: tl.constexpr, VALUE_SCALE_STRIDES: tl.constexpr,
     NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """The same of few rows over any storage, from nothing seen on.
+    """The same of few rows over any storage and the positions first : last, from nothing seen on.
 
     query   KEY_FOLD planes [BLOCK_M, HEAD_DIM / KEY_FOLD]
     return  VALUE_FOLD planes [BLOCK_M, HEAD_DIM / VALUE_FOLD], the maximum of the log2 weights and their sum, [BLOCK_M]

@@ -13,7 +13,7 @@ from engine.models.config import PROFILES
 from engine.models.weights import load_model
 from tests.engine.checkpoints import DENSE, Geometry, write_checkpoint
 from tests.engine.passes import CPU, Runner, relative_error
-from tests.engine.runtime import engine, finish, request
+from tests.engine.runtime import engine, finish, generate, request
 
 CODED = [codec for codec in CODECS.values() if codec.is_coded]
 # of a row's output, with random weights: what the codes cost, and rounding beside it
@@ -94,3 +94,12 @@ def test_embedded_checkpoint_says_the_same(codec):
         assert first == expected
     again = finish(core, request("again", prompt, max_tokens=12))
     assert again.num_cached_tokens > 0 and again.token_ids == first
+
+
+def test_passes_ahead_of_the_host_read_codes_too(tmp_path):
+    torch.manual_seed(0)
+    convert(write_checkpoint(tmp_path / "source", DENSE, GEOMETRY), tmp_path / "artifact", "w8")
+    requests = [request(str(n), TOKEN_IDS[: 70 - n], max_tokens=8) for n in range(2)]
+    fields = {"kv_codec": "int8-g64", "num_drafts": 0, "max_num_requests": 2, "max_model_len": 256}
+    found = [generate(engine(tmp_path / "artifact", is_ahead=ahead, **fields), *requests) for ahead in (False, True)]
+    assert found[0] == found[1]
