@@ -7,6 +7,7 @@ ApiError
 ├── AuthenticationError         401
 ├── PermissionDeniedError       403
 ├── NotFoundError               404
+├── MethodNotAllowedError       405; names the right ones
 ├── SlowRequestError            408; the connection is closed, as the rest of the body may still come
 ├── BodyTooLargeError           413
 ├── MediaTypeError              415
