@@ -54,7 +54,7 @@ def main() -> None:
         wait_ready(direct)
         keys = Path(name) / "keys.toml"
         write_keys(keys, [Key(name="bench", sha256=digest(secret), **PLENTY)])
-        with gateway(Path(name), [direct], keys_file=str(keys)) as (url, pid):
+        with gateway(Path(name), [direct], keys_file=str(keys), gateway_secret="of the bench") as (url, pid):
             headers = {"authorization": f"Bearer {secret}"}
             uvloop.run(measure(Target(direct, headers, pid), Target(url, headers, pid), arguments))
 

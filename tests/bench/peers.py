@@ -45,7 +45,8 @@ def prepare() -> None:
 def longlane(folder: Path, upstream: str) -> Iterator[Target]:
     secret = generate()
     write_keys(folder / "keys.toml", [Key(name="bench", sha256=digest(secret), **PLENTY)])
-    with gateway(folder, [upstream], keys_file=str(folder / "keys.toml")) as (url, pid):
+    settings = {"keys_file": str(folder / "keys.toml"), "gateway_secret": "of the bench"}
+    with gateway(folder, [upstream], **settings) as (url, pid):
         yield Target(url, {"authorization": f"Bearer {secret}"}, pid)
 
 
