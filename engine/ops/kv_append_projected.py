@@ -57,17 +57,12 @@ def kv_append_projected_reference(
     wide = heads.to(torch.promote_types(projected.dtype, torch.float32))
     query_key = rope_reference(rms_norm_reference(wide[:, :normed], weight, eps), cos, sin)
     query, keys = query_key.split([normed - kv_heads, kv_heads], dim=1)
-    append = kv_append_coded_reference if isinstance(cache, CodedKV) else _append_kept
+    append = kv_append_coded_reference if isinstance(cache, CodedKV) else kv_append_reference
     append(keys, wide[:, normed:], cache, slot_mapping)
     if not isinstance(cache, CodedKV):
         return query.to(projected.dtype)
     query = hadamard_reference(query) if cache.is_rotated else query
     return query.to(torch.float16) if projected.dtype == torch.bfloat16 else query
-
-
-def _append_kept(keys: torch.Tensor, values: torch.Tensor, cache: PagedKV, slot_mapping: torch.Tensor) -> None:
-    kept = slot_mapping >= 0
-    kv_append_reference(keys[kept], values[kept], cache, slot_mapping[kept])
 
 
 def kv_append_projected_triton(
