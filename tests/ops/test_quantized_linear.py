@@ -80,8 +80,7 @@ def test_by_hand(implementation, bits, device):
 
 
 @needs_kernels
-@BITS
-@pytest.mark.parametrize("columns", [576, 4160])
+@pytest.mark.parametrize("bits, columns", [(4, 576), (8, 576), (4, 4160)])
 def test_every_path_has_the_bits_of_the_reference(bits, columns, device):
     """Rows one by one, in pairs, and through matrix instructions."""
     x, weight = example(3 if IS_INTERPRETED else 32, 16, columns, bits, device)
