@@ -32,8 +32,9 @@ QUESTIONS = (
 )
 STOP_IDS = (8168, 8166)
 GPU = torch.device("cuda")
-# logits of the likeliest two tokens that are closer than this may change places, at so many positions
-MARGIN, FLIPPED_SHARE = 0.05, 0.01
+# activations of 16 bits move logits by this (root of the mean square, measured on the CPU against 32 bits): so much
+# more may the GPU, and likeliest tokens may change places where they are as close as a few times that
+MORE_NOISE, CLOSE = 1.25, 4
 
 
 @cache
@@ -113,13 +114,13 @@ def test_a_file_that_was_cut_short_is_refused(artifacts, tmp_path):
         load_model(tmp_path, GPU, torch.bfloat16)
 
 
-def forced_logits(directory, device, codec, token_ids, num_prompt) -> torch.Tensor:
+def forced_logits(directory, device, dtype, codec, token_ids, num_prompt) -> torch.Tensor:
     """After each token from the prompt's last on, which are given one by one."""
-    model = load_model(directory, device, torch.bfloat16)
+    model = load_model(directory, device, dtype)
     num_blocks = len(token_ids) // 64 + 1
     tables = BlockTables(1, num_blocks, device)
     tables.extend(0, list(range(num_blocks)))
-    kv = KVCache(model.config, num_blocks, device, torch.bfloat16, CODECS[codec])
+    kv = KVCache(model.config, num_blocks, device, dtype, CODECS[codec])
     states = StateCache(model.config, 1, device)
     passes = [(RequestRows(0, 0, token_ids[:num_prompt]), True)]
     passes += [
@@ -132,20 +133,25 @@ def forced_logits(directory, device, codec, token_ids, num_prompt) -> torch.Tens
     return torch.cat(logits).cpu()
 
 
-@pytest.mark.parametrize("recipe, codec", [("w8", "bf16"), ("w8", "int8-g64"), ("w4", "int8-g64"), ("w4", "rk4v4-e8")])
-def test_the_likeliest_tokens_equal_those_of_the_cpu(artifacts, prompts, on_cpu, recipe, codec):
-    flipped, total = [], 0
-    for question, answer in zip(prompts, on_cpu, strict=True):
-        there, here = (
-            forced_logits(artifacts(recipe), device, codec, question + answer, len(question))
-            for device in (GPU, torch.device("cpu"))
+@pytest.mark.parametrize("recipe, codec", [("w8", "bf16"), ("w4", "int8-g64")])
+def test_logits_are_as_near_to_those_of_32_bits_as_on_the_cpu(artifacts, prompts, on_cpu, recipe, codec):
+    """The same artifact, so that weights and the 8 bits of activations are the same; what differs is rounding."""
+    places = [(GPU, torch.bfloat16), (torch.device("cpu"), torch.bfloat16), (torch.device("cpu"), torch.float32)]
+    there, here, exact = (
+        torch.cat(
+            [
+                forced_logits(artifacts(recipe), device, dtype, codec, question + answer[:24], len(question))
+                for question, answer in zip(prompts[:2], on_cpu[:2], strict=True)
+            ]
         )
-        best = here.topk(2).values
-        for place in (there.argmax(-1) != here.argmax(-1)).nonzero()[:, 0].tolist():
-            flipped.append((total + place, (best[place, 0] - best[place, 1]).item()))
-        total += len(here)
-    assert all(margin < MARGIN for _, margin in flipped), flipped
-    assert len(flipped) <= FLIPPED_SHARE * total, flipped
+        for device, dtype in places
+    )
+    noise = (here - exact).square().mean().sqrt().item()
+    assert (there - exact).square().mean().sqrt().item() < MORE_NOISE * noise
+    best = exact.topk(2).values
+    flipped = (there.argmax(-1) != exact.argmax(-1)).nonzero()[:, 0].tolist()
+    margins = [(place, (best[place, 0] - best[place, 1]).item()) for place in flipped]
+    assert all(margin < CLOSE * noise for _, margin in margins), (noise, margins)
 
 
 @pytest.fixture(scope="module")
