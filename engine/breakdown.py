@@ -61,5 +61,5 @@ def _by_name(profiler: profile) -> dict[str, tuple[int, float]]:
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             count, us = found[event.name]
-            found[event.name] = count + 1, us + event.device_time_total
+            found[event.name] = count + 1, us + event.time_range.elapsed_us()
     return found
