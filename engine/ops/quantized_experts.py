@@ -308,6 +308,11 @@ def experts_down_kernel(
     total = tl.exp(top - top)
     for j in tl.static_range(1, CHOSEN):
         total += tl.exp(tl.load(logits_ptr + chosen[j], cache_modifier=".cg") - top)
+    weights = ()
+    for i in tl.static_range(ITERATIONS):
+        expert = chosen_at(chosen, (segment + i * SEGMENTS) // groups, CHOSEN)
+        share = tl.exp(tl.load(logits_ptr + expert, cache_modifier=".cg") - top)
+        weights = weights + (tl.div_rn(share, tl.zeros_like(share) + total),)
     shared_weight = tl.sigmoid(tl.load(logits_ptr + experts, cache_modifier=".cg"))
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -322,14 +327,9 @@ def experts_down_kernel(
     acc = tl.zeros([SEGMENTS, 16], tl.float32)
     for i in tl.static_range(ITERATIONS):
         at = segment + i * SEGMENTS
-        expert = chosen_at(chosen, at // groups, CHOSEN)
-        weight = tl.div_rn(
-            tl.exp(tl.load(logits_ptr + expert, cache_modifier=".cg") - top),
-            total + tl.zeros_like(expert).to(tl.float32),
-        )
         acc = add_group(
             acc, words[SHARED_ITERATIONS + i], scales[SHARED_ITERATIONS + i], x_ptr, x_scales_ptr, x_sums_ptr, at,
-            at < CHOSEN * groups, weight, INTERPRETED, BITS,
+            at < CHOSEN * groups, weights[i], INTERPRETED, BITS,
         )  # fmt: skip
     for i in tl.static_range(SHARED_ITERATIONS):
         group = segment + i * SEGMENTS
