@@ -181,6 +181,8 @@ def test_neighbours_and_drafts_change_no_token(graphs, prompts, num_drafts):
         assert generate(graphs("w4", num_drafts=num_drafts), *twice)[: len(prompts)] == alone
 
 
+# some operations warn that they are not deterministic, which is not what the mode is turned on for
+@pytest.mark.filterwarnings("ignore")
 def test_no_uninitialised_memory_is_read(artifacts, graphs, prompts, monkeypatch):
     """torch fills what it allocates with NaN, inside graphs with every replay."""
     expected = generate(graphs("w4", num_drafts=3), *requests(prompts))
