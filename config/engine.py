@@ -61,6 +61,18 @@ class EngineConfig(Section):
     """Memory for recurrent states that reuse starts from, beside the KV cache, like 4GiB; when not set, what contexts
     leave of 4 GiB on a GPU and of 1 GiB on a CPU. No more is taken than blocks can use."""
 
+    host_cache_bytes: ByteSize = ByteSize(0)
+    """Host memory, like 8GiB, in which the prefix cache keeps copies: what the device has given up comes back from
+    there instead of being computed again, also after the engine process was replaced. 0 keeps none. Taken at the start,
+    and less of it where the machine has less."""
+
+    disk_cache_dir: str | None = None
+    """Directory in which the prefix cache keeps copies of what it has in host memory; they outlive the service. Prompts
+    and answers can be computed back from what lies there: treat it like them."""
+
+    disk_cache_bytes: ByteSize = ByteSize(64 * 2**30)
+    """Most that the files in `disk_cache_dir` take together; what was used longest ago goes."""
+
     deterministic: bool = False
     """Reuse only what was computed as part of a prompt, so that reuse never changes a token. Answers, which are
     computed token by token and differ from that by rounding, are then computed again when they come back."""
@@ -81,6 +93,12 @@ class EngineConfig(Section):
 
     log_reuse: bool = True
     """One line per request says how much of its prompt was reused and why no more; never what it says."""
+
+    @model_validator(mode="after")
+    def _disk_goes_through_host_memory(self) -> Self:
+        if self.disk_cache_dir is not None and not (self.host_cache_bytes and self.prefix_caching):
+            raise ValueError("disk_cache_dir needs prefix_caching, and host_cache_bytes through which files are read")
+        return self
 
     @model_validator(mode="after")
     def _cache_holds_one_request(self) -> Self:

@@ -29,14 +29,16 @@ class ChildProcess:
         self._directory = directory
 
     @classmethod
-    async def spawn(cls, config: EngineConfig, module: str) -> "ChildProcess":
-        """module  that is the process"""
+    async def spawn(cls, config: EngineConfig, module: str, host_file: int | None = None) -> "ChildProcess":
+        """module     that is the process
+        host_file  descriptor of the host tier's memory
+        """
         # only this user may enter the directory, so nobody else can take the engine's place on the socket
         directory = tempfile.mkdtemp(prefix="longlane-engine-")
         address = f"ipc://{directory}/socket"
         socket = _bind(address)
         try:
-            process = await _launch(address, module)
+            process = await _launch(address, module, host_file)
         except BaseException:
             _free(socket, directory)
             raise
@@ -101,10 +103,12 @@ class ChildProcess:
         raise EngineDiedError(await self.last_words())
 
 
-async def _launch(address: str, module: str) -> asyncio.subprocess.Process:
+async def _launch(address: str, module: str, host_file: int | None) -> asyncio.subprocess.Process:
+    files = () if host_file is None else (host_file,)
     # a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides what to do
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, address),
+        *(sys.executable, "-m", module, address, *map(str, files)),
+        pass_fds=files,
         stdin=asyncio.subprocess.PIPE,
         env=_environment(),
         start_new_session=True,

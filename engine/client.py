@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
 from config import EngineConfig
+from engine.cache.host_slab import create_file
 from engine.child import ChildProcess
 from engine.errors import CapacityError, EngineDiedError, EngineError, QueueFullError, RequestError, SamplingError
 from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit
@@ -98,6 +100,7 @@ class EngineClient:
         self._began = 0.0
         self._delay_s = FIRST_DELAY_S
         self._next_start = 0.0
+        self._host_file: int | None = None
 
     @property
     def state(self) -> EngineState:
@@ -121,6 +124,9 @@ class EngineClient:
     async def start(self) -> None:
         if self._supervisor is not None:
             raise RuntimeError("start was already called")
+        if self._config.host_cache_bytes and self._config.prefix_caching:
+            # held here, so that what a process leaves in it is there for the next one
+            self._host_file = create_file()
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
         try:
@@ -188,6 +194,9 @@ class EngineClient:
             await self._killing
         if self._state != "closed":
             self._finish(EngineDiedError("the engine was closed"))
+        if self._host_file is not None:
+            os.close(self._host_file)
+            self._host_file = None
 
     def _open_stream(self, request_id: str) -> TokenStream:
         # an idle engine makes no progress; its time runs from the moment it has something to do
@@ -241,7 +250,7 @@ class EngineClient:
     async def _run_child(self) -> None:
         """One engine process from its start to its end. raises EngineError when it never became ready"""
         self._began = time.monotonic()
-        self._child = child = await ChildProcess.spawn(self._config, self._module)
+        self._child = child = await ChildProcess.spawn(self._config, self._module, self._host_file)
         try:
             ready = await child.ready()
             self._load_s = time.monotonic() - self._began

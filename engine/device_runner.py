@@ -13,6 +13,7 @@ import torch
 from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables, ForwardBatch, RequestRows, build_batch, copy_in, to_device
 from engine.cache.state_cache import StateCache, StateSnapshots
+from engine.cache.tiers import Transfer
 from engine.constraint import Constraints
 from engine.decode_pass import DecodePass, DeviceState, Forwarded, Masks, Mode, Owners, Record
 from engine.model_runner import Choice, Span, advance_of, after_hit, spans_of
@@ -22,6 +23,7 @@ from engine.ops.sample_table import MIN_TEMPERATURE
 from engine.request import TokenLogprob
 from engine.sampler import has_penalties
 from engine.scheduler import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
+from engine.tier_copy import TierCopier
 
 # requests of one decode pass, and rows: more are multiplied by other kernels
 MAX_REQUESTS = 8
@@ -132,6 +134,7 @@ class DeviceRunner:
         passes: Passes,
         constraints: Constraints,
         snapshots: StateSnapshots | None = None,
+        copier: TierCopier | None = None,
     ) -> None:
         self._model = model
         self._state = state
@@ -141,6 +144,7 @@ class DeviceRunner:
         self._passes = passes
         self._constraints = constraints
         self._snapshots = snapshots
+        self._copier = copier
         self._device = tables.ids.device
         self._schedule = Schedule()
         self._prompts: Prompts | None = None
@@ -176,8 +180,15 @@ class DeviceRunner:
             self._pass.finish_first(logits, owners, first, self._take(following, batch.last_rows), mode)
 
     @torch.inference_mode()
+    def store(self, transfer: Transfer) -> None:
+        assert self._copier is not None
+        self._copier.store(transfer)
+
+    @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:
         self._schedule = schedule
+        if self._copier is not None:
+            self._copier.protect(schedule)
         self._prompts = self._forward_prompts(schedule.chunks) if schedule.chunks else None
         self.keep(schedule.copies)
         self._forwarded = None
@@ -190,6 +201,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch_sampling(self) -> None:
         if self._prompts is not None:
+            if self._copier is not None:
+                self._copier.join()
             self._sample_prompts(self._prompts)
         if self._forwarded is not None:
             decodes = self._schedule.decodes
@@ -242,11 +255,14 @@ class DeviceRunner:
         return Prompts(spans, self._forward(batch), before)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._model.forward(batch, self._state.kv, self._states)
+        return self._model.forward(batch, self._copier or self._state.kv, self._states)
 
     def _begin(self, chunk: Chunk) -> None:
         state, sampling = chunk.state, chunk.state.request.sampling
         self._states.reset(state.slot)
+        if chunk.transfer is not None:
+            assert self._copier is not None
+            self._copier.restore(chunk.transfer)
         if chunk.restored is not None:
             assert self._snapshots is not None
             self._snapshots.restore(chunk.restored, self._states, state.slot)

@@ -11,6 +11,9 @@ from engine.peak_memory import PeakMemory
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
 from engine.scheduler import Schedule, Scheduler
 
+# a step without work looks for new requests again after this
+TIER_WAIT_S = 0.005
+
 
 class EngineCore:
     """Requests in, events out, one step at a time. Lives in the engine process, on one thread."""
@@ -34,7 +37,8 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        return not self._scheduler.has_requests and not self._aborted and self._in_flight is None
+        is_waited_for = self._scheduler.has_requests or self._scheduler.has_stores
+        return not is_waited_for and not self._aborted and self._in_flight is None
 
     def add(self, request: Request) -> None:
         """Takes a request that check_request has passed. raises QueueFullError, SamplingError"""
@@ -61,6 +65,8 @@ class EngineCore:
         events, self._aborted = self._aborted, []
         schedule = self._scheduler.schedule()
         began_s = time.monotonic()
+        for transfer in schedule.stores:
+            self._runner.store(transfer)
         if not schedule.is_empty:
             self._runner.launch_forward(schedule)
         if self._in_flight is not None:
@@ -71,6 +77,8 @@ class EngineCore:
             if not self._runner.is_ahead:
                 events += self._collect(self._in_flight)
                 self._in_flight = None
+        elif self._scheduler.has_requests and not events:
+            self._scheduler.wait_for_tiers(TIER_WAIT_S)
         return events
 
     def stats(self) -> EngineStats:

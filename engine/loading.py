@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import torch
 from config import EngineConfig
 from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables
+from engine.cache.disk_tier import DiskTier
+from engine.cache.host_slab import create_file, held_bytes, open_slab
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_codecs import CODECS, KVCodec
 from engine.cache.state_cache import StateCache, StateSnapshots
+from engine.cache.tiers import Tiers
 from engine.capacity import choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
 from engine.constraint import Constraints
@@ -38,6 +42,7 @@ from engine.planner import CUDA_CONTEXT_BYTES, Demand, Plan, plan
 from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.tier_copy import TierCopier, geometry_of
 
 log = logging.getLogger("longlane.engine")
 # to be raised with any change of what a layer computes or how its results lie in blocks and states
@@ -45,16 +50,22 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
+# host memory that the host tier leaves to everything else
+HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
 # so large that other shapes are worth it
 WARM_SIZES = (1, 16, 17, 64, 65, 192, 193, 1040, 1041, 4096)
 
 
 def load_engine(
-    config: EngineConfig, is_ahead: bool | None = None, runner_type: type[DeviceRunner] = DeviceRunner
+    config: EngineConfig,
+    is_ahead: bool | None = None,
+    runner_type: type[DeviceRunner] = DeviceRunner,
+    host_file: int | None = None,
 ) -> EngineCore:
     """is_ahead     run one pass ahead of the host; when not given, on a GPU with an artifact, which has the kernels
     runner_type  of a runner that is ahead
+    host_file    for the host tier of the prefix cache, with what an earlier engine left in it; a new one when not given
     raises       CheckpointError, CapacityError
     """
     device = choose_device(config.device)
@@ -66,9 +77,11 @@ def load_engine(
         raise CapacityError(
             f"max_num_requests {config.max_num_requests}: at most {MAX_REQUESTS} decode at once on a GPU"
         )
-    budget = _budget(config, device)
+    host_file = _host_file(config, host_file)
+    budget = _budget(config, device, held_bytes(host_file))
     codec = choose_codec(config.kv_codec, device, dtype)
     demand = choose_demand(config, _unsized(config, checkpoint_dir, device, dtype, codec), budget)
+    demand = demand.having(host_cache_bytes=_host_cache_bytes(config, demand, budget, host_file))
     planned = plan(demand)
     _log_plan(planned, budget)
     constraints = Constraints(checkpoint_dir, demand.config.vocab_size)
@@ -88,10 +101,12 @@ def load_engine(
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
     build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
+    reuses_decoded = not (config.deterministic or is_ahead)
+    key = cache_key(checkpoint_dir, dtype, config.yarn, codec) + repr((device.type, reuses_decoded)).encode()
     with timed("caches and passes"):
-        runner = build(config, model, demand, info, constraints, device, dtype)
-    key = cache_key(checkpoint_dir, dtype, config.yarn, codec)
-    scheduler = _build_scheduler(config, demand, info, key, reuses_decoded=not (config.deterministic or is_ahead))
+        caches = _build_caches(config, model, demand, key, host_file, device, dtype)
+        runner = build(config, model, demand, info, constraints, caches)
+    scheduler = _build_scheduler(config, demand, info, key, reuses_decoded, caches.tiers)
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
@@ -156,22 +171,69 @@ def _log_plan(planned: Plan, budget: int) -> None:
     log.info("memory, as planned:\n%s", planned.table(budget))
 
 
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """What outlives a request. tiers, copier  of what lies outside the device, if anything does"""
+
+    kv: KVCache
+    snapshots: StateSnapshots
+    tiers: Tiers | None = None
+    copier: TierCopier | None = None
+
+
+def _build_caches(
+    config: EngineConfig,
+    model: Qwen3_5,
+    demand: Demand,
+    key: bytes,
+    host_file: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Caches:
+    kv = KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec])
+    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
+    if host_file is None or not snapshots.count:
+        return Caches(kv, snapshots)
+    geometry = geometry_of(kv, snapshots)
+    key += repr(geometry).encode()
+    slab = open_slab(host_file, geometry, key, config.host_cache_bytes, demand.host_cache_bytes)
+    if slab is None:
+        return Caches(kv, snapshots)
+    disk = DiskTier(Path(config.disk_cache_dir), key, config.disk_cache_bytes) if config.disk_cache_dir else None
+    tiers = Tiers(slab, disk)
+    return Caches(kv, snapshots, tiers, TierCopier(slab, tiers, kv, snapshots))
+
+
+def _host_file(config: EngineConfig, given: int | None) -> int | None:
+    if not (config.host_cache_bytes and config.prefix_caching):
+        return None
+    return create_file() if given is None else given
+
+
+def _host_cache_bytes(config: EngineConfig, demand: Demand, budget: int, host_file: int | None) -> int:
+    """Of the host tier: as much as is asked for, or is left."""
+    if host_file is None:
+        return 0
+    is_on_host = demand.device == "cpu"
+    left = budget - plan(demand).num_bytes if is_on_host else free_host_bytes() + held_bytes(host_file) - HOST_RESERVE
+    return max(0, min(config.host_cache_bytes, left))
+
+
 def _build_runner(
     config: EngineConfig,
     model: Qwen3_5,
     demand: Demand,
     info: EngineInfo,
     constraints: Constraints,
-    device: torch.device,
-    dtype: torch.dtype,
+    caches: Caches,
 ) -> Runner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
-    kv = KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec])
+    device = caches.snapshots.device
     states = StateCache(model.config, slots, device)
     sampler = Sampler(vocab, slots, device, constraints)
     tables = BlockTables(slots, demand.num_blocks, device)
-    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
-    return ModelRunner(model, kv, states, sampler, tables, info.num_drafts, snapshots)
+    runner = (model, caches.kv, states, sampler, tables, info.num_drafts)
+    return ModelRunner(*runner, caches.snapshots, caches.copier)
 
 
 def _build_device_runner(
@@ -181,10 +243,10 @@ def _build_device_runner(
     demand: Demand,
     info: EngineInfo,
     constraints: Constraints,
-    device: torch.device,
-    dtype: torch.dtype,
+    caches: Caches,
 ) -> Runner:
     slots, vocab = info.max_num_requests, model.config.vocab_size
+    device = caches.snapshots.device
     # rows that are dropped may lie behind the last block
     tables = BlockTables(slots, -(-demand.context // BLOCK_SIZE) + 1, device)
     states = StateCache(model.config, slots, device)
@@ -193,7 +255,7 @@ def _build_device_runner(
         sampling=SamplingTable.neutral(slots, device),
         counts=TokenCounts.zeros(slots, vocab, device),
         block_ids=tables.ids,
-        kv=KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec]),
+        kv=caches.kv,
         states=states,
     )
     decode_pass = DecodePass(model, state, info.num_drafts, max_context=demand.context + MAX_ROWS)
@@ -201,8 +263,8 @@ def _build_device_runner(
     if device.type == "cuda" and config.cuda_graphs:
         rows = [rows_per_request(count, info.num_drafts) for count in range(1, slots + 1)]
         passes = GraphPasses(decode_pass, rows, vocab, device)
-    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
-    runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, snapshots)
+    outlive = (caches.snapshots, caches.copier)
+    runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, *outlive)
     if device.type == "cuda":
         with timed("kernels of prompts"):
             runner.warm_up(_prompts_to_warm(min(config.prefill_chunk, demand.context), demand.context, slots))
@@ -218,7 +280,7 @@ def _prompts_to_warm(largest: int, context: int, num_slots: int) -> list[list[tu
 
 
 def _build_scheduler(
-    config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes, reuses_decoded: bool
+    config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes, reuses_decoded: bool, tiers: Tiers | None
 ) -> Scheduler:
     return Scheduler(
         num_blocks=demand.num_blocks,
@@ -231,6 +293,7 @@ def _build_scheduler(
         cache_key=key,
         reuses_decoded=reuses_decoded,
         longest_gap_s=_longest_gap_s(config, info),
+        tiers=tiers,
     )
 
 
@@ -239,10 +302,15 @@ def _longest_gap_s(config: EngineConfig, info: EngineInfo) -> float | None:
     return None if gap_ms is None else gap_ms / 1000
 
 
-def _budget(config: EngineConfig, device: torch.device) -> int:
-    """What this process may hold in all, before anything is loaded."""
+def _budget(config: EngineConfig, device: torch.device, held: int) -> int:
+    """What this process may hold in all, before anything is loaded.
+
+    held  bytes of host memory that an earlier process has left to this one
+    """
     # asking a card makes the driver's own part, which the plan counts too
-    free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES if device.type == "cuda" else free_host_bytes()
+    free = (
+        torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES if device.type == "cuda" else free_host_bytes() + held
+    )
     return min(free, config.memory_bytes or free)
 
 

@@ -10,11 +10,13 @@ import torch
 from engine.batch import BlockTables, RequestRows, build_batch
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache, StateSnapshots
+from engine.cache.tiers import Transfer
 from engine.models.qwen3_5 import Qwen3_5
 from engine.request import TokenLogprob
 from engine.sampler import Sampler, SamplingRow, logprobs
 from engine.scheduler import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
 from engine.speculative import Advance, Drafter, accept, sampling_row
+from engine.tier_copy import TierCopier
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,9 @@ class Runner(Protocol):
 
     is_ahead: bool
 
+    def store(self, transfer: Transfer) -> None:
+        """Copies out of the device what passes launched so far have left there."""
+
     def launch_forward(self, schedule: Schedule) -> None:
         """Rows in, hidden states out; afterwards schedule.copies."""
 
@@ -83,6 +88,7 @@ class ModelRunner:
         tables: BlockTables,
         num_drafts: int,
         snapshots: StateSnapshots | None = None,
+        copier: TierCopier | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -90,11 +96,18 @@ class ModelRunner:
         self._sampler = sampler
         self._tables = tables
         self._snapshots = snapshots
+        self._copier = copier
+        self._before: dict[int, torch.Tensor] = {}
         self._drafter = Drafter(model, kv, sampler, tables, num_drafts) if num_drafts else None
         self._last_hidden: dict[int, tuple[int, torch.Tensor]] = {}
         self._schedule = Schedule()
         self._spans: list[Span] = []
         self._hidden = torch.empty(0)
+
+    @torch.inference_mode()
+    def store(self, transfer: Transfer) -> None:
+        assert self._copier is not None
+        self._copier.store(transfer)
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:
@@ -133,9 +146,14 @@ class ModelRunner:
     def _begin(self, chunk: Chunk) -> None:
         state = chunk.state
         self._states.reset(state.slot)
+        if chunk.transfer is not None:
+            assert self._copier is not None
+            self._copier.restore(chunk.transfer)
         if chunk.restored is not None:
             assert self._snapshots is not None
             self._snapshots.restore(chunk.restored, self._states, state.slot)
+            # the next prompt of this step may be given its place
+            self._before[state.slot] = self._snapshots.hidden(chunk.restored).clone()
         self._tables.begin(state.slot)
         self._sampler.begin(state.slot, state.request.prompt_token_ids, state.request.sampling)
 
@@ -169,9 +187,8 @@ class ModelRunner:
         advances = [advance_of(span, found.get(span.state.slot)) for span in spans]
         for i, span in enumerate(spans):
             if span.restored is not None:
-                assert self._snapshots is not None
                 advances[i] = after_hit(advances[i], hidden_row=len(hidden))
-                hidden = torch.cat([hidden, self._snapshots.hidden(span.restored)[None]])
+                hidden = torch.cat([hidden, self._before[span.state.slot][None]])
         drafts = self._drafter.draft(advances, hidden)
         return {span.state.slot: tokens for span, tokens in zip(spans, drafts, strict=True)}
 

@@ -47,6 +47,8 @@ GRAPH_ROWS = 32
 GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
 # the driver's and the libraries' own, in every process that uses a card
 CUDA_CONTEXT_BYTES = 512 * 2**20
+# blocks whose bytes are gathered on the device at a time on their way to or from host memory
+STAGED_BLOCKS = 64
 # how far the searches for what fits look
 MOST_BLOCKS, MOST_REQUESTS = 1 << 22, 64
 # what the allocator cannot use between what it gave out; on a CPU the activations and logits as well
@@ -66,6 +68,7 @@ class Demand:
     num_snapshots      recurrent states that stand for reuse
     mtp                off: neither its layer nor its keys and values; window: those of 64 and `mtp_window` tokens
     prefill_chunk      most prompt tokens of a step
+    host_cache_bytes   of the prefix cache's host tier
     device             whose budget it is
     """
 
@@ -82,6 +85,7 @@ class Demand:
     mtp_window: int = 4096
     is_embedding_on_host: bool = False
     prefill_chunk: int = 512
+    host_cache_bytes: int = 0
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property
@@ -389,6 +393,7 @@ def _caches(demand: Demand) -> list[Share]:
         Share("GDN pending rows", per_slot * pending),
         Share("convolution inputs", per_slot * inputs),
         Share("snapshots", demand.num_snapshots * one_snapshot(config, demand.activation_bytes)),
+        Share("host cache", demand.host_cache_bytes, "host"),
         *_tables(demand),
     ]
 
@@ -433,6 +438,7 @@ def _work(demand: Demand) -> list[Share]:
         Share("CUDA graphs", demand.num_requests * GRAPHS_PER_COUNT * GRAPH_BYTES),
         Share("decode workspace", decode_workspace(demand)),
         Share("prefill workspace", demand.prefill_chunk * row_bytes(demand) + restored_bytes(demand)),
+        Share("staging of the host cache", _staging_bytes(demand)),
         Share("CUDA context", CUDA_CONTEXT_BYTES),
         reserve,
     ]
@@ -445,6 +451,11 @@ def decode_workspace(demand: Demand) -> int:
     partials = config.num_attention_heads * num_splits(demand.context) * (config.head_dim + 2)
     numbers = LOGIT_COPIES * config.vocab_size + partials
     return rows * (numbers * FLOAT_BYTES + row_bytes(demand))
+
+
+def _staging_bytes(demand: Demand) -> int:
+    """One layer's share of the blocks that are gathered at a time (tier_copy): each tensor's, and all joined."""
+    return 2 * STAGED_BLOCKS * BLOCK_SIZE * kv_token_bytes(demand) if demand.host_cache_bytes else 0
 
 
 def restored_bytes(demand: Demand) -> int:

@@ -1,4 +1,7 @@
-"""The engine's own process: `python -m engine.process ADDRESS`, settings as JSON in the first line of its input."""
+"""The engine's own process: `python -m engine.process ADDRESS [FILE]`, settings as JSON in the first line of its input.
+
+FILE is the descriptor of the host tier's memory, which belongs to the parent.
+"""
 
 import faulthandler
 import gc
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 def main(load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
     """load  instead of load_engine"""
-    address = sys.argv[1]
+    address, host_file = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None
     # Ctrl-C in a terminal reaches every process there; the parent decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
@@ -40,7 +43,7 @@ def main(load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
     socket.set(zmq.RCVHWM, 0)
     socket.connect(address)
     try:
-        run(config, socket, load)
+        run(config, socket, load, host_file)
     except BaseException as error:
         _send(socket, _last_word(error))
         socket.close(linger=1000)
@@ -48,12 +51,20 @@ def main(load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
         sys.exit(1)
 
 
-def run(config: EngineConfig, socket: zmq.Socket, load: "Callable[[EngineConfig], EngineCore] | None" = None) -> None:
+def run(
+    config: EngineConfig,
+    socket: zmq.Socket,
+    load: "Callable[[EngineConfig], EngineCore] | None" = None,
+    host_file: int | None = None,
+) -> None:
     """Loads, then steps for ever; between steps it takes what the parent has sent."""
     # torch takes seconds to import: the watch over the parent must stand before
     from engine.loading import load_engine
 
-    engine = (load or load_engine)(config)
+    if load is not None:
+        engine = load(config)
+    else:
+        engine = load_engine(config) if host_file is None else load_engine(config, host_file=host_file)
     # what was loaded stays: a collection that walks through it would hold up a step
     gc.collect()
     gc.freeze()

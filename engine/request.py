@@ -133,6 +133,12 @@ class EngineStats:
     num_snapshots         recurrent states that stand for reuse
     num_evicted_blocks    cached ones that were given up for others; likewise num_evicted_snapshots
     num_prefix_queries    requests whose prompt was looked up
+    num_host_tokens       brought back to the device from host memory; num_disk_tokens of them had come from disk
+    host_bytes            that the prefix cache has in host memory; likewise disk_bytes
+    num_host_evicted      blocks and states that made room in host memory for others; likewise num_disk_evicted
+    num_host_damaged      that were not what had been written there; likewise num_disk_damaged
+    num_tier_dropped      that were to be kept, or brought from disk, when there was no room
+    num_disk_failures     files that could not be read, written or removed
     peak_bytes            most memory that the engine has held: of a GPU what torch took, else the whole process
     """
 
@@ -153,4 +159,14 @@ class EngineStats:
     num_cached_tokens: int = 0
     num_evicted_blocks: int = 0
     num_evicted_snapshots: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    num_host_evicted: int = 0
+    num_disk_evicted: int = 0
+    num_host_damaged: int = 0
+    num_disk_damaged: int = 0
+    num_tier_dropped: int = 0
+    num_disk_failures: int = 0
     peak_bytes: int = 0

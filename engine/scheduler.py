@@ -2,14 +2,16 @@
 
 import enum
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
-from engine.cache.prefix_cache import CachedPath, Hit, PrefixCache
+from engine.cache.prefix_cache import CachedPath, Hit, PrefixCache, Snapshot, ancestry
+from engine.cache.tiers import LONGEST_FETCH_S, Found, Tiers, Transfer
 from engine.chunk_budget import ChunkBudget
 from engine.errors import QueueFullError
 from engine.prompt_order import Candidate, PromptOrder
@@ -45,6 +47,7 @@ class RequestState:
     path                 its blocks that the prefix cache knows
     cuts                 where chunks of its prompt end beside the budget, so that a state can stand there
     has_begun            its first chunk was scheduled, and with it decided what it reuses
+    fetch_until_s        it waits no longer than this for what lies outside the device
     """
 
     request: Request
@@ -63,6 +66,7 @@ class RequestState:
     slot: int = -1
     cuts: tuple[int, ...] = ()
     has_begun: bool = False
+    fetch_until_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -97,6 +101,8 @@ class Chunk:
 
     is_first  nothing of the request is on the device yet but the blocks that it shares
     restored  index of the snapshot that it starts from; None anywhere but at a first chunk with a hit
+    transfer  what has to be brought back before it, that snapshot included; after the chunks before it have begun,
+              since it may take what they began from
     """
 
     state: RequestState
@@ -104,6 +110,7 @@ class Chunk:
     end: int
     is_first: bool = False
     restored: int | None = None
+    transfer: Transfer | None = None
 
     @property
     def ends_prompt(self) -> bool:
@@ -130,11 +137,13 @@ class Schedule:
     that decodes.
 
     copies  states that stand after the chunks and are to be kept
+    stores  what earlier schedules left on the device and is to lie outside of it too; before anything else
     """
 
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[RequestState, ...] = ()
     copies: tuple[SnapshotCopy, ...] = ()
+    stores: tuple[Transfer, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -190,16 +199,20 @@ class Scheduler:
         cache_key: bytes = b"",
         reuses_decoded: bool = True,
         longest_gap_s: float | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """num_snapshots    0 turns reuse off
         cache_key        what the content of a block depends on beside its tokens
         reuses_decoded   also keep what was computed token by token; it differs from prefill by rounding
         longest_gap_s    that a decoding request waits for its next token because prompts are computed
+        tiers            of the prefix cache outside the device
         """
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache(self._pool, num_snapshots, cache_key)
         self._reuses_decoded = reuses_decoded
         self._copies: list[SnapshotCopy] = []
+        self._tiers = tiers
+        self._to_store: list[Snapshot] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._budget = ChunkBudget(prefill_chunk, longest_gap_s)
@@ -217,6 +230,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self._by_id)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether the next schedule copies something out, even if it computes nothing."""
+        return bool(self._to_store)
 
     @property
     def running(self) -> tuple[RequestState, ...]:
@@ -243,6 +261,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """What to run after everything that was scheduled before."""
+        stores = self._choose_stores()
         self._admit_waiting()
         decodes = tuple(state for state in self._running if not state.is_prefilling and state.may_go_on)
         chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes)), bool(decodes)))
@@ -251,7 +270,7 @@ class Scheduler:
         self._copies = []
         for chunk in chunks:
             self._read(chunk)
-        schedule = Schedule(chunks, decodes, tuple(self._copies))
+        schedule = Schedule(chunks, decodes, tuple(self._copies), stores)
         for state in schedule.sampled:
             state.num_in_flight += 1
         self._counts["num_steps"] += not schedule.is_empty
@@ -277,6 +296,11 @@ class Scheduler:
         num_tokens = sum(chunk.end - chunk.start for chunk in schedule.chunks)
         self._budget.observe(num_tokens, bool(schedule.decodes), seconds)
 
+    def wait_for_tiers(self, seconds: float) -> None:
+        """Where nothing can be computed until something has come from a slower tier."""
+        if self._tiers is not None:
+            self._tiers.wait(seconds)
+
     @property
     def copies(self) -> tuple[SnapshotCopy, ...]:
         """States after rows that were accepted in the last update and are to be kept."""
@@ -293,11 +317,15 @@ class Scheduler:
             num_snapshots=self._cache.num_snapshots,
             **self._counts,
             **self._cache.counts,
+            **(self._tiers.stats() if self._tiers else {}),
         )
 
     def check_integrity(self) -> None:
         """Asserts that blocks and slots belong to running requests alone; when idle, that nothing is held."""
         self._cache.check_integrity()
+        if self._tiers is not None:
+            self._tiers.poll()
+            self._tiers.check_integrity()
         own = [block_id for state in self._running for block_id in state.block_ids[state.num_shared_blocks :]]
         held = {block_id for state in self._running for block_id in (*state.block_ids, *state.path.extra_ids)}
         slots = [state.slot for state in self._running]
@@ -331,6 +359,7 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         if state.status is RequestStatus.RUNNING:
+            self._store(state.path.latest)
             self._cache.leave(state.path, state.block_ids, state.num_promised_blocks)
             self._free_slots.append(state.slot)
             self._running.remove(state)
@@ -354,7 +383,7 @@ class Scheduler:
     def _cut_chunks(self, budget: int, has_decodes: bool) -> Iterator[Chunk]:
         """Each chunk ends at a multiple of 64 or with its prompt, where states may be kept for reuse and where the
         chunked recurrence is cut anyway."""
-        prompts = {state: self._look_up(state) for state in self._running if state.is_prefilling}
+        prompts = dict(self._find_prompts())
         self._order.begin_step({state.request.cache_salt for state in prompts})
         whole, steps_aside = budget, has_decodes and self._waiting and not self._order.is_oldest_first
         while prompts and budget:
@@ -374,6 +403,36 @@ class Scheduler:
             yield chunk
             budget -= chunk.end - chunk.start
             self._order.serve(state.request.cache_salt, chunk.end - chunk.start)
+
+    def _find_prompts(self) -> Iterator[tuple[RequestState, Hit | None]]:
+        """Prompts that may go on, and what those reuse that have not begun. Not who waits for a slower tier."""
+        for state in self._running:
+            if state.is_prefilling:
+                hit = self._look_up(state)
+                if hit is None or (hit := self._look_further(state, hit)) is not None:
+                    yield state, hit
+
+    def _look_further(self, state: RequestState, hit: Hit) -> Hit | None:
+        """A hit that counts what lies outside the device; None while that is on its way to host memory."""
+        if self._tiers is None or not self._cache.is_enabled:
+            return hit
+        hashes = self._cache.address(state.path, state.request.prompt_token_ids)
+        found = self._tiers.find(hashes, hit.depth)
+        if found is None:
+            return hit
+        if self._tiers.is_ready(found):
+            return replace(hit, brought=found)
+        state.fetch_until_s = state.fetch_until_s or time.monotonic() + LONGEST_FETCH_S
+        is_fetching = time.monotonic() < state.fetch_until_s and self._tiers.fetch(found)
+        return None if is_fetching else hit
+
+    def _look_again(self, state: RequestState, hit: Hit) -> Hit:
+        """What others of the same step brought back or gave up since."""
+        fresh = self._cache.lookup(state.path, state.request.prompt_token_ids)
+        found = hit.brought
+        if self._tiers is None or found is None or found.depth <= fresh.depth or not self._tiers.is_ready(found):
+            return fresh
+        return replace(fresh, brought=found)
 
     def _look_up(self, state: RequestState) -> Hit | None:
         """What a prompt that has not begun may reuse now."""
@@ -406,11 +465,14 @@ class Scheduler:
         if hit is None:
             end = _chunk_end(state, state.num_computed_tokens, state.cuts, budget)
             return Chunk(state, state.num_computed_tokens, end) if end > state.num_computed_tokens else None
+        if self._tiers is not None:
+            hit = self._look_again(state, hit)
         cuts = self._choose_cuts(state, hit)
         end = _chunk_end(state, hit.depth, cuts, budget)
         if end <= hit.depth:
             return None
-        return Chunk(state, hit.depth, end, is_first=True, restored=self._begin(state, hit, cuts))
+        restored, transfer = self._begin(state, hit, cuts)
+        return Chunk(state, hit.depth, end, is_first=True, restored=restored, transfer=transfer)
 
     def _choose_cuts(self, state: RequestState, hit: Hit) -> tuple[int, ...]:
         """Where another conversation left this text, the ends of messages after which another may, and the last whole
@@ -420,8 +482,8 @@ class Scheduler:
         ends = (hit.known, *chosen_marks(state.request.marks), state.num_prompt_tokens - 1)
         return tuple(end // BLOCK_SIZE * BLOCK_SIZE for end in ends)
 
-    def _begin(self, state: RequestState, hit: Hit, cuts: tuple[int, ...]) -> int | None:
-        """Takes over what is reused; returns the snapshot to start from."""
+    def _begin(self, state: RequestState, hit: Hit, cuts: tuple[int, ...]) -> tuple[int | None, Transfer | None]:
+        """Takes over what is reused; returns the snapshot to start from, and what has to be brought back for it."""
         state.path.anchors = frozenset(mark // BLOCK_SIZE * BLOCK_SIZE for mark in chosen_marks(state.request.marks))
         state.has_begun, state.cuts = True, cuts
         state.num_computed_tokens = state.num_cached_tokens = hit.depth
@@ -431,7 +493,35 @@ class Scheduler:
         restored = self._cache.adopt(state.path, hit)
         state.block_ids = [node.block_id for node in state.path.nodes]
         state.num_promised_blocks -= len(state.block_ids)
-        return restored
+        return (restored, None) if hit.brought is None else self._bring_back(state, hit.brought)
+
+    def _bring_back(self, state: RequestState, found: Found) -> tuple[int, Transfer]:
+        assert self._tiers is not None
+        num_at_hand = len(state.block_ids)
+        while len(state.block_ids) * BLOCK_SIZE < found.depth:
+            state.block_ids.append(self._cache.take())
+            state.num_promised_blocks -= 1
+        index = self._cache.take_in(state.path, state.token_ids, found.depth, state.block_ids)
+        return index, self._tiers.bring_back(found, num_at_hand, state.block_ids[num_at_hand:], index)
+
+    def _store(self, snapshot: Snapshot | None) -> None:
+        """What stands there is worth a copy outside the device: made before the next step, if it still stands then."""
+        if self._tiers is not None and snapshot is not None and self._cache.is_standing(snapshot):
+            self._to_store.append(snapshot)
+
+    def _choose_stores(self) -> tuple[Transfer, ...]:
+        if self._tiers is None:
+            return ()
+        self._tiers.poll()
+        snapshots, self._to_store = dict.fromkeys(self._to_store), []
+        stores = [self._keep(snapshot) for snapshot in snapshots if self._cache.is_standing(snapshot)]
+        return tuple(transfer for transfer in stores if transfer is not None)
+
+    def _keep(self, snapshot: Snapshot) -> Transfer | None:
+        assert self._tiers is not None
+        nodes = list(ancestry(snapshot.node))[::-1]
+        hashes, block_ids = [node.block_hash for node in nodes], [node.block_id for node in nodes]
+        return self._tiers.keep(hashes, block_ids, snapshot.index, snapshot.is_anchor)
 
     def _address(self, state: RequestState, num_before: int) -> None:
         """Makes what stands now known to the prefix cache, and where whole blocks end keeps the state too.
@@ -452,6 +542,8 @@ class Scheduler:
             num_folded = position - num_before if is_decoded else 0
             self._copies.append(SnapshotCopy(state.slot, index, position, num_folded))
             state.num_accepted_rows -= num_folded
+            if position in state.cuts and not is_decoded:
+                self._store(state.path.latest)
 
     def _read(self, chunk: Chunk) -> None:
         self._cover(chunk.state, chunk.end)

@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from config.engine import BLOCK_SIZE
 from engine.cache.block_pool import BlockPool
+from engine.cache.tiers import Found
 
 DIGEST_BYTES = 32
 # requests that began from a snapshot make it a place from which conversations part
@@ -87,30 +88,35 @@ class Hit:
     standing   the deepest block at whose end a state stands: up to there it may be used; None when nothing may
     last       the deepest block that is addressed, state or not
     following  the prompt's next tokens after that, at most a block of them
+    brought    what lies outside the device and reaches further; it is used once it was brought back
     """
 
     standing: Node | None = None
     last: Node | None = None
     following: tuple[int, ...] = ()
+    brought: Found | None = None
 
     @property
     def depth(self) -> int:
+        if self.brought is not None:
+            return self.brought.depth
         return self.standing.depth if self.standing else 0
 
     @property
     def known(self) -> int:
-        """Tokens up to which blocks are addressed."""
-        return self.last.depth if self.last else 0
+        """Tokens up to which blocks are addressed, or brought back."""
+        return max(self.last.depth if self.last else 0, self.brought.depth if self.brought else 0)
 
     @property
     def nodes(self) -> list[Node]:
-        """Blocks that may be used, in order."""
-        return list(ancestry(self.standing))[::-1]
+        """Blocks on the device that may be used, in order."""
+        end = self.standing if self.brought is None else self.last
+        return [node for node in ancestry(end) if node.depth <= self.depth][::-1]
 
     @property
     def divergence(self) -> int | None:
         """First token that differs from what is addressed there; None when nothing is addressed beyond `known`."""
-        if self.last is None or not self.last.children:
+        if self.last is None or not self.last.children or self.last.depth < self.known:
             return None
         return self.last.depth + max(_num_equal(c.token_ids, self.following) for c in self.last.children.values())
 
@@ -197,14 +203,31 @@ class PrefixCache:
         """
         self.counts["num_prefix_queries"] += 1
         self.counts["num_cached_tokens"] += hit.depth
-        if hit.standing is None:
-            return None
         path.nodes = hit.nodes
         for node in path.nodes:
             self._pool.share(node.block_id)
         self._pool.release((), len(path.nodes))
-        snapshot = hit.standing.snapshot
+        if hit.standing is None or hit.brought is not None:
+            return None
+        assert hit.standing.snapshot is not None
+        return self._begin_from(path, hit.standing.snapshot)
+
+    def take_in(self, path: CachedPath, token_ids: Sequence[int], depth: int, block_ids: Sequence[int]) -> int:
+        """What was found outside the device stands from now on in blocks that the request has taken for it.
+
+        block_ids  of everything up to `depth`, where the state stands
+        return     index that the state has to be copied to
+        """
+        self.extend(path, token_ids, depth, block_ids)
+        self.stand(path, is_decoded=False)
+        snapshot = path.nodes[-1].snapshot
         assert snapshot is not None
+        return self._begin_from(path, snapshot)
+
+    def is_standing(self, snapshot: Snapshot) -> bool:
+        return snapshot in self._snapshots
+
+    def _begin_from(self, path: CachedPath, snapshot: Snapshot) -> int:
         self._use(snapshot)
         snapshot.num_hits += 1
         snapshot.is_waypoint = False

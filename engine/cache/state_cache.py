@@ -87,6 +87,14 @@ class StateSnapshots:
         state.copy_(self._state[index])
         taps.copy_(self._taps[index])
 
+    @property
+    def device(self) -> torch.device:
+        return self._state.device
+
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """All tensors of one snapshot, not copies."""
+        return self._state[index], self._taps[index], self._hidden[index]
+
     def hidden(self, index: int) -> torch.Tensor:
         """[hidden]"""
         return self._hidden[index]

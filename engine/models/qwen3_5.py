@@ -1,6 +1,6 @@
 """The decoder of the family, dense or MoE, with its MTP layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,9 +19,10 @@ from engine.ops.paged_kv import PagedKV
 
 
 class KVLayers(Protocol):
-    """One entry per full-attention layer of the decoder, then MTP's."""
+    """One entry per full-attention layer of the decoder, then MTP's. Each is asked for when its layer is launched."""
 
-    layers: Sequence[PagedKV | CodedKV]
+    @property
+    def layers(self) -> Sequence[PagedKV | CodedKV]: ...
 
 
 class StateLayers(Protocol):
@@ -83,9 +84,9 @@ class Qwen3_5:
         """[rows, hidden] -> [rows, vocab] fp32; -inf where no token stands behind an id."""
         return self._head(hidden)
 
-    def _memories(self, kv: KVLayers, states: StateLayers) -> Sequence[PagedKV | CodedKV | DeltaState]:
+    def _memories(self, kv: KVLayers, states: StateLayers) -> Iterator[PagedKV | CodedKV | DeltaState]:
         caches, memories = iter(kv.layers), iter(states.layers)
-        return [next(caches if kind == "full_attention" else memories) for kind in self.config.layer_types]
+        return (next(caches if kind == "full_attention" else memories) for kind in self.config.layer_types)
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         cos, sin = self._rope(batch.positions)
