@@ -26,6 +26,7 @@ test: $(VENV)/.ready-test
 
 test-real: $(VENV)/.ready-test
 	$(if $(wildcard tests/e2e/vllm.py),@$(BIN)/python -m tests.e2e.vllm)
+	@$(BIN)/python -m tests.e2e.installs
 	@$(BIN)/python -m pytest --real -m real $(ARGS)
 
 lint: $(VENV)/.ready-test

@@ -1,0 +1,161 @@
+"""Coding agents finish a small task, with two tool calls, over the gateway and the server."""
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.headless import AGENTS, ANSWER, CHAT, CODEX_EXEC, MESSAGES, MINI, OPENCODE_CHAT, OPENCODE_MESSAGES, QWEN
+from tests.e2e.installs import UnreachableError, problem
+from tests.e2e.recorded import recorded_stack, write_script
+from tests.e2e.recorder import write_trace
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
+
+BLOCK = 64
+
+
+class Counts(NamedTuple):
+    """Tokens; `cached` of the prompt."""
+
+    prompt: int
+    cached: int
+    output: int
+
+    @classmethod
+    def total(cls, several: Iterable["Counts"]) -> "Counts":
+        return cls(*map(sum, zip(*several, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("agents")
+
+
+@pytest.fixture(scope="module")
+def stack(work):
+    script = write_script(work / "script.jsonl", *(agent.prepare(work) for agent in AGENTS))
+    with recorded_stack(script) as stack:
+        yield stack
+
+
+def require(client) -> None:
+    error = problem(client)
+    if isinstance(error, UnreachableError):
+        pytest.skip(str(error))
+    assert error is None, error
+
+
+def run(agent, stack, work, *task):
+    """What the agent printed, and its requests. Those for a title of the conversation, without tools, do not count."""
+    require(agent.client)
+    done = agent.run(work, stack.url, *task)
+    exchanges = stack.take(agent.path)
+    write_trace(work / f"{agent.name}-trace", exchanges)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [exchange.status for exchange in exchanges] == [200] * len(exchanges)
+    return done.stdout, [exchange for exchange in exchanges if exchange.request.json.get("tools")]
+
+
+def told(exchange) -> tuple[str, Counts]:
+    """Why an answer ended, and its usage, as the client was told."""
+    answer = exchange.response
+    events = answer.events if "event-stream" in answer.headers["content-type"] else [answer.json]
+    assert not any("error" in event for event in events if isinstance(event, dict) and event.get("error"))
+    path = exchange.path.partition("?")[0]
+    return TOLD[path](events)
+
+
+def told_by_chat(events) -> tuple[str, Counts]:
+    events = [event for event in events if event != "[DONE]"]
+    (reason,) = [one["finish_reason"] for event in events for one in event["choices"] if one["finish_reason"]]
+    (usage,) = [event["usage"] for event in events if event.get("usage")]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return reason, Counts(usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+
+def told_by_messages(events) -> tuple[str, Counts]:
+    (end,) = [event for event in events if event["type"] == "message_delta"]
+    usage = end["usage"]
+    cached = usage["cache_read_input_tokens"]
+    return end["delta"]["stop_reason"], Counts(usage["input_tokens"] + cached, cached, usage["output_tokens"])
+
+
+def told_by_responses(events) -> tuple[str, Counts]:
+    end = events[-1]
+    assert end["type"] == "response.completed"
+    usage = end["response"]["usage"]
+    counts = Counts(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"])
+    return end["response"]["output"][-1]["type"], counts
+
+
+TOLD = {CHAT: told_by_chat, MESSAGES: told_by_messages, CODEX_EXEC.path: told_by_responses}
+
+
+def heard_by_qwen(printed, project) -> Counts:
+    result = json.loads(printed)[-1]
+    assert (result["is_error"], result["num_turns"]) == (False, 3)
+    assert (result["stats"]["tools"]["totalSuccess"], result["stats"]["tools"]["totalFail"]) == (2, 0)
+    (model,) = result["stats"]["models"].values()
+    assert model["api"]["totalErrors"] == 0
+    return Counts(model["tokens"]["prompt"], model["tokens"]["cached"], model["tokens"]["candidates"])
+
+
+def heard_by_opencode(printed, project) -> Counts:
+    events = [json.loads(line) for line in printed.splitlines()]
+    assert not [event for event in events if event["type"] == "error"]
+    tools = [event["part"]["state"]["status"] for event in events if event["type"] == "tool_use"]
+    assert tools == ["completed", "completed"]
+    steps = [event["part"] for event in events if event["type"] == "step_finish"]
+    assert [step["reason"] for step in steps] == ["tool-calls", "tool-calls", "stop"]
+    tokens = [step["tokens"] for step in steps]
+    return Counts.total(
+        Counts(one["input"] + one["cache"]["read"], one["cache"]["read"], one["output"] + one["reasoning"])
+        for one in tokens
+    )
+
+
+def heard_by_mini(printed, project) -> Counts:
+    trajectory = json.loads((project / "trajectory.json").read_text())
+    assert trajectory["info"]["exit_status"] == "Submitted"
+    answers = [one["extra"]["response"] for one in trajectory["messages"] if one["role"] == "assistant"]
+    return Counts.total(told_by_chat([answer])[1] for answer in answers)
+
+
+def heard_by_codex(printed, project) -> Counts:
+    events = [json.loads(line) for line in printed.splitlines()]
+    (end,) = [event for event in events if event["type"].startswith("turn.") and event["type"] != "turn.started"]
+    assert end["type"] == "turn.completed"
+    commands = [event["item"] for event in events if event.get("item", {}).get("type") == "command_execution"]
+    assert [item["exit_code"] for item in commands if item["status"] == "completed"] == [0, 0]
+    usage = end["usage"]
+    return Counts(usage["input_tokens"], usage["cached_input_tokens"], usage["output_tokens"])
+
+
+HEARD = {
+    MINI: heard_by_mini,
+    QWEN: heard_by_qwen,
+    OPENCODE_CHAT: heard_by_opencode,
+    OPENCODE_MESSAGES: heard_by_opencode,
+    CODEX_EXEC: heard_by_codex,
+}
+ENDINGS = {
+    CHAT: ["tool_calls", "tool_calls", "stop"],
+    MESSAGES: ["tool_use", "tool_use", "end_turn"],
+    CODEX_EXEC.path: ["function_call", "function_call", "message"],
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_agent_finishes_its_task(stack, work, agent):
+    printed, exchanges = run(agent, stack, work)
+    assert (agent.project(work) / "bird.py").read_text() == ANSWER
+    endings, counts = zip(*map(told, exchanges), strict=True)
+    # it ends with a command of its own
+    assert list(endings) == (["tool_calls"] * 3 if agent is MINI else ENDINGS[agent.path])
+    assert HEARD[agent](printed, agent.project(work)) == Counts.total(counts)
+    # what an agent sends back of an answer renders as it was before: every prompt begins with the whole one before it
+    for earlier, later in itertools.pairwise(counts):
+        assert later.cached == earlier.prompt // BLOCK * BLOCK
