@@ -203,6 +203,7 @@ class OutputItem(TypedDict):
     summary: NotRequired[list[Any]]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
 
 

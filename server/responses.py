@@ -23,7 +23,7 @@ from server.prompt import Prompt
 from server.protocol import ChatMessage, FunctionCall, ToolCall, to_json
 from server.reasoning import Reasoning
 from server.response_store import KeptResponse, ResponseStore
-from server.responses_protocol import ResponsesRequest, function_tools, input_messages
+from server.responses_protocol import FunctionNames, ResponsesRequest, function_names, function_tools, input_messages
 from server.sampling import OutputLimit, check_ranges, sampling_for
 from server.serving import Serving
 from server.sse import EventStream, named, unless_disconnected
@@ -39,6 +39,7 @@ class ResponsePlan:
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
     functions: list[Mapping[str, Any]]
+    names: FunctionNames
     form: AnswerForm | None
     tenant: str
 
@@ -156,13 +157,14 @@ def _plan(body: ResponsesRequest, earlier: Sequence[ChatMessage], tenant: str) -
     """Blocking, for a worker thread. raises BadRequestError"""
     check_ranges(body)
     _check_form(body)
-    messages = [*earlier, *input_messages(body.input)]
-    tools, choice = declared_tools(function_tools(body.tools)), tool_choice(body.tool_choice)
+    names = function_names(body.tools)
+    messages = [*earlier, *input_messages(body.input, names)]
+    tools, choice = declared_tools(function_tools(body.tools, names)), tool_choice(body.tool_choice)
     functions = callable_functions(tools, choice)
     schema = response_schema(body.text.format if body.text else None, "text.format")
     is_parallel = body.parallel_tool_calls is not False
     form = answer_form(schema, functions, choice, is_parallel=is_parallel, param="text.format")
-    return ResponsePlan(body, messages, tools, functions, form, tenant)
+    return ResponsePlan(body, messages, tools, functions, names, form, tenant)
 
 
 def _kept_name(request: Request) -> tuple[str, str]:
@@ -264,7 +266,8 @@ class ResponseWriter:
                 case "message":
                     turn.content += "".join(part["text"] for part in item["content"])
                 case "function_call":
-                    call = FunctionCall(item["name"], item["arguments"])
+                    name = self.plan.names.of_call(item.get("namespace"), item["name"])
+                    call = FunctionCall(name, item["arguments"])
                     turn.tool_calls.append(ToolCall(call, id=item["call_id"]))
         return turn
 
@@ -278,7 +281,8 @@ class ResponseWriter:
                 yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
             case CallStart(_, call_id, name):
                 yield from self._close("completed")
-                yield from self._ensure("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                named_by = self.plan.names.called(name)
+                yield from self._ensure("function_call", {"call_id": call_id, **named_by, "arguments": ""})
             case CallArguments(_, text):
                 yield self._delta("response.function_call_arguments.delta", text)
             case CallEnd():
@@ -358,7 +362,8 @@ def _response_body(plan: ResponsePlan, response_id: str, model: str, created: in
 
 
 def _declared(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    return [{"strict": False, **tool} for tool in tools or () if tool.get("type") == "function"]
+    functions = [{"strict": False, **tool} if tool.get("type") == "function" else tool for tool in tools or ()]
+    return [tool for tool in functions if tool.get("type") in ("function", "namespace")]
 
 
 def _usage(answer: Answer) -> ResponseUsage:

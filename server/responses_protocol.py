@@ -1,6 +1,8 @@
 """Requests of /v1/responses, and the same conversation as chat completions write it."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ class Item(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Any = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
@@ -55,31 +58,51 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     prompt: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class FunctionNames:
+    """Functions may stand in namespaces; the model knows each by one name.
+
+    shown   (namespace, name) -> what the model calls it: its name, behind the namespace's where several have that name
+    """
+
+    shown: Mapping[tuple[str | None, str], str]
+
+    def of_call(self, namespace: str | None, name: str) -> str:
+        """For calls in the history too, whose tool may not be declared any more."""
+        return self.shown.get((namespace, name), name)
+
+    def called(self, shown: str) -> dict[str, str]:
+        """The fields of a call that name its function."""
+        namespace, name = next((key for key, value in self.shown.items() if value == shown), (None, shown))
+        return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+
+
 CALLS = frozenset({"function_call", "custom_tool_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
 
-def input_messages(items: str | Sequence[Item]) -> list[ChatMessage]:
+def input_messages(items: str | Sequence[Item], names: FunctionNames) -> list[ChatMessage]:
     """Chat messages: a thought, a text and calls that follow each other are one assistant turn.
 
+    names   of the functions that are declared beside the items
     raises  BadRequestError, UnsupportedError, naming the item
     """
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
     for index, item in enumerate(items):
-        _add(messages, item, f"input[{index}]")
+        _add(messages, item, f"input[{index}]", names)
     return messages
 
 
-def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
+def _add(messages: list[ChatMessage], item: Item, where: str, names: FunctionNames) -> None:
     kind = item.type or "message"
     if kind == "message":
         _add_message(messages, item, where)
     elif kind in CALLS:
         arguments = item.arguments if kind == "function_call" else {"input": item.input or ""}
-        call = ToolCall(FunctionCall(_named(item.name, f"{where}.name"), arguments), id=item.call_id)
-        _assistant(messages).tool_calls.append(call)
+        name = names.of_call(item.namespace, _named(item.name, f"{where}.name"))
+        _assistant(messages).tool_calls.append(ToolCall(FunctionCall(name, arguments), id=item.call_id))
     elif kind in OUTPUTS:
         messages.append(ChatMessage("tool", item.output, tool_call_id=item.call_id))
     elif kind == "reasoning":
@@ -127,17 +150,38 @@ def _named(value: str | None, where: str) -> str:
     return value
 
 
-def function_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def function_names(tools: Sequence[dict[str, Any]] | None) -> FunctionNames:
+    """What is no usable name is left for the check of the declarations."""
+    found = [(space, tool["name"]) for space, tool in _functions(tools) if isinstance(tool.get("name"), str)]
+    times = Counter(name for _, name in found)
+    return FunctionNames(
+        {(space, name): name if space is None or times[name] == 1 else f"{space}__{name}" for space, name in found}
+    )
+
+
+def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames) -> list[dict[str, Any]]:
     """Declarations as the chat template takes them; tools that a server would run are skipped."""
     return [
         {
             "type": "function",
             "function": {
-                "name": tool.get("name"),
+                "name": names.of_call(space, name) if isinstance(name := tool.get("name"), str) else name,
                 "description": tool.get("description") or "",
                 "parameters": tool.get("parameters"),
             },
         }
-        for tool in tools or ()
-        if tool.get("type") == "function"
+        for space, tool in _functions(tools)
     ]
+
+
+def _functions(tools: Sequence[dict[str, Any]] | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Each with its namespace. raises BadRequestError"""
+    for index, tool in enumerate(tools or ()):
+        if tool.get("type") == "function":
+            yield None, tool
+        elif tool.get("type") == "namespace":
+            where = f"tools[{index}]"
+            space, members = tool.get("name"), tool.get("tools")
+            if not isinstance(space, str) or not isinstance(members, list):
+                raise BadRequestError(f"{where}: a namespace has a name and a list of tools.", param=where)
+            yield from ((space, each) for each in members if isinstance(each, dict) and each.get("type") == "function")

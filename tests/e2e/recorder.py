@@ -94,6 +94,7 @@ class Recorder:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._ears: list[tuple[_Ear, _Ear]] = []
+        self._faults: list[Exception] = []
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -107,22 +108,17 @@ class Recorder:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive(), "the recorder did not stop"
+        assert not self._faults, self._faults
 
-    def exchanges(self, method: str = "POST") -> list[Exchange]:
-        """In the order of the requests."""
+    def exchanges(self, since: float = 0.0) -> list[Exchange]:
+        """Of requests that began after `since`, on the monotonic clock, in their order."""
         pairs = [
             Exchange(request, response)
             for asked, answered in self._ears
             for request, response in zip(asked.messages, answered.messages, strict=False)
         ]
-        chosen = [pair for pair in pairs if pair.request.line.startswith(f"{method} ")]
-        return sorted(chosen, key=lambda pair: pair.request.begun_at)
-
-    def forget(self) -> None:
-        """Requests so far; of connections that stay open, the later ones still count."""
-        for asked, answered in self._ears:
-            done = sum(message.is_whole for message in answered.messages)
-            del asked.messages[:done], answered.messages[:done]
+        late = [pair for pair in pairs if pair.request.begun_at > since]
+        return sorted(late, key=lambda pair: pair.request.begun_at)
 
     def _run(self) -> None:
         with contextlib.closing(self._loop):
@@ -130,14 +126,19 @@ class Recorder:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
+        connections: set[asyncio.Task] = set()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.add(asyncio.ensure_future(self._connect(reader, writer)))
+
+        server = await asyncio.start_server(accept, "127.0.0.1", self.port)
         self._started.set()
         await self._stop.wait()
         server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in connections:
+            connection.cancel()
+        ended = await asyncio.gather(*connections, return_exceptions=True)
+        self._faults = [end for end in ended if isinstance(end, Exception)]
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ears = _Ear(httptools.HttpRequestParser), _Ear(httptools.HttpResponseParser)

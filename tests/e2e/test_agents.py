@@ -159,3 +159,10 @@ def test_agent_finishes_its_task(stack, work, agent):
     # what an agent sends back of an answer renders as it was before: every prompt begins with the whole one before it
     for earlier, later in itertools.pairwise(counts):
         assert later.cached == earlier.prompt // BLOCK * BLOCK
+
+
+def test_codex_calls_functions_in_namespaces(stack, work):
+    _, exchanges = run(CODEX_EXEC, stack, work, f"Ending of {CODEX_EXEC.name}: close the other agent.")
+    call, output = exchanges[1].request.json["input"][-2:]
+    assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
+    assert output["type"] == "function_call_output" and output["output"].startswith("invalid agent id nobody-of-codex")

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 from server.errors import NotFoundError
 from server.protocol import ChatMessage, parse
 from server.response_store import KeptResponse, ResponseStore
-from server.responses_protocol import ResponsesRequest, input_messages
+from server.responses_protocol import ResponsesRequest, function_names, function_tools, input_messages
 from tests.server.live import NAME
 from tests.server.raw import TOOLS as FUNCTIONS
 from tests.server.test_errors import refusal
@@ -164,6 +164,8 @@ def test_errors_after_the_headers(live):
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning_effort"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "clock", "tools": {}}]}, "tools[0]"),
     ],
 )
 def test_wrong_requests_are_refused_in_words(live, fields, param):
@@ -176,6 +178,38 @@ def test_tools_that_a_server_would_run_are_skipped(live):
     tools = [{"type": "web_search"}, {"type": "local_shell"}, *TOOLS]
     answer = whole(live, "call twice", tools=tools)
     assert [item["type"] for item in answer["output"]] == ["function_call", "function_call"]
+
+
+def in_namespace(name: str, *tools: dict) -> dict:
+    return {"type": "namespace", "name": name, "description": "grouped", "tools": [*tools, {"type": "custom", "name": "x"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_in_namespaces_are_called_by_both_names(live, stream):
+    """As agents declare sub-agents and the tools of other servers."""
+    tools = [{"type": "web_search"}, *TOOLS[:1], in_namespace("clock", TOOLS[1])]
+    if stream:
+        answer = streamed(live, "call twice", tools=tools)[-1]["response"]
+    else:
+        answer = whole(live, "call twice", tools=tools)
+    assert [(item["namespace"], item["name"]) for item in answer["output"]] == [("clock", "get_time")] * 2
+    assert [tool["type"] for tool in answer["tools"]] == ["function", "namespace"]
+    edits = whole(live, "call the tool", tools=tools)["output"]
+    assert [item.get("namespace") for item in edits if item["type"] == "function_call"] == [None]
+
+
+def test_equal_names_in_namespaces_are_told_apart():
+    both = [in_namespace("near", TOOLS[1]), in_namespace("far", TOOLS[1]), *TOOLS]
+    names = function_names(both)
+    shown = [tool["function"]["name"] for tool in function_tools(both, names)]
+    assert shown == ["near__get_time", "far__get_time", "edit", "get_time"]
+    assert names.called("far__get_time") == {"name": "get_time", "namespace": "far"}
+    assert names.called("get_time") == {"name": "get_time"}
+    call = {"type": "function_call", "call_id": "c", "namespace": "far", "name": "get_time", "arguments": "{}"}
+    gone = call | {"namespace": "gone", "name": "ls"}
+    body, _ = parse(json.dumps({"input": [call, gone]}).encode(), ResponsesRequest)
+    (turn,) = input_messages(body.input, names)
+    assert [made.function.name for made in turn.tool_calls] == ["far__get_time", "ls"]
 
 
 def test_items_become_turns():
@@ -192,7 +226,7 @@ def test_items_become_turns():
         {"type": "function_call", "call_id": "c3", "name": "ls", "arguments": "{}"},
     ]
     body, _ = parse(json.dumps({"input": items}).encode(), ResponsesRequest)
-    turns = input_messages(body.input)
+    turns = input_messages(body.input, function_names(None))
     assert [turn.role for turn in turns] == ["developer", "user", "assistant", "tool", "tool", "assistant"]
     assert (turns[2].reasoning_content, len(turns[2].tool_calls)) == ("short", 2)
     assert turns[2].tool_calls[1].function.arguments == {"input": "diff"}
