@@ -58,7 +58,8 @@ class DiskTier:
         self.counts: Counter[str] = Counter()
         self._scan()
 
-    def __len__(self) -> int:
+    @property
+    def num_files(self) -> int:
         return len(self._files)
 
     def has(self, is_state: bool, block_hash: bytes) -> bool:

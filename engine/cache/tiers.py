@@ -102,7 +102,7 @@ class Tiers:
         self._index.restore(slab.records())
         self._arrived = threading.Event()
         self._host_worker = Worker("longlane-host-tier", self._arrived)
-        self._disk_worker = Worker("longlane-disk-tier", self._arrived) if disk else None
+        self._disk_worker = Worker("longlane-disk-tier", self._arrived) if disk is not None else None
         self._checking: set[Entry] = set()
         self._unwritten_bytes = 0
         self.counts: Counter[str] = Counter()
@@ -118,12 +118,12 @@ class Tiers:
 
     def stats(self) -> dict[str, int]:
         """As EngineStats names them."""
-        disk = self._disk.counts if self._disk else Counter()
+        disk = self._disk.counts if self._disk is not None else Counter()
         return {
             "num_host_tokens": self.counts["num_host_tokens"],
             "num_disk_tokens": self.counts["num_disk_tokens"],
             "host_bytes": self.host_bytes,
-            "disk_bytes": self._disk.num_bytes if self._disk else 0,
+            "disk_bytes": self._disk.num_bytes if self._disk is not None else 0,
             "num_host_evicted": self._index.counts["num_evicted_blocks"] + self._index.counts["num_evicted_states"],
             "num_disk_evicted": disk["num_evicted"],
             "num_host_damaged": self.counts["num_host_damaged"],
@@ -250,7 +250,7 @@ class Tiers:
 
     @property
     def _workers(self) -> list[Worker]:
-        return [self._host_worker, *([self._disk_worker] if self._disk_worker else [])]
+        return [self._host_worker, *([self._disk_worker] if self._disk_worker is not None else [])]
 
     def _held(self, block_hash: bytes) -> HostBlock:
         block = self._index.block(block_hash)

@@ -1,0 +1,169 @@
+"""Files of the prefix cache: what is found again, what is removed, and what happens when the disk takes no part."""
+
+import os
+import time
+
+import pytest
+
+from engine.cache.disk_tier import HEADER, DiskTier
+from engine.cache.host_index import Record
+from engine.cache.host_slab import crc
+
+KEY = b"weights and codec"
+SIZE = 1000
+
+
+def record(n, is_state=False):
+    return Record(is_state, bytes([n]) * 32, bytes([n - 1]) * 32, 64 * n)
+
+
+def content(n):
+    """Two parts, as layers are."""
+    return [memoryview(bytearray([n] * 600)), memoryview(bytearray([n + 100] * 400))]
+
+
+def blank():
+    return [memoryview(bytearray(600)), memoryview(bytearray(400))]
+
+
+def write(tier, n, is_state=False):
+    tier.write(record(n, is_state), content(n), crc(content(n)))
+
+
+def is_read(tier, n, is_state=False):
+    parts = blank()
+    return tier.read(record(n, is_state), parts) and parts == content(n)
+
+
+def open_tier(directory, limit=10**6, key=KEY):
+    return DiskTier(directory, key, limit)
+
+
+def files(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "not there yet"
+
+
+def test_another_service_finds_what_was_written(directory):
+    tier = open_tier(directory)
+    write(tier, 1)
+    write(tier, 1, is_state=True)
+    write(tier, 2)
+    other = open_tier(directory)
+    assert [other.has(False, record(n).block_hash) for n in (1, 2, 3)] == [True, True, False]
+    assert is_read(other, 1) and is_read(other, 2) and is_read(other, 1, is_state=True)
+    assert not is_read(other, 2, is_state=True)
+    assert other.num_bytes == tier.num_bytes == 3 * (HEADER.size + SIZE)
+    assert not other.counts
+
+
+def test_other_weights_see_nothing_but_make_room(directory):
+    first = open_tier(directory)
+    write(first, 1)
+    other = open_tier(directory, key=b"other weights", limit=2 * (HEADER.size + SIZE))
+    assert not other.has(False, record(1).block_hash)
+    for n in (2, 3):
+        write(other, n)
+    assert not open_tier(directory).has(False, record(1).block_hash)
+    assert other.counts == {"num_evicted": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: data[: HEADER.size],
+        lambda data: b"",
+        lambda data: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
+        lambda data: b"LLDISK00" + data[8:],
+        lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+        lambda data: data[:72] + bytes([data[72] ^ 1]) + data[73:],
+    ],
+)
+def test_a_damaged_foreign_or_short_file_is_removed_and_counted(directory, damage):
+    write(open_tier(directory), 1)
+    (file,) = files(directory)
+    file.write_bytes(damage(file.read_bytes()))
+    tier = open_tier(directory)
+    assert not is_read(tier, 1)
+    assert tier.counts == {"num_damaged": 1}
+    assert files(directory) == [] and tier.num_bytes == 0
+    write(tier, 1)
+    assert is_read(tier, 1)
+
+
+def test_what_was_used_longest_ago_goes(directory):
+    tier = open_tier(directory, limit=4 * (HEADER.size + SIZE))
+    for n in (1, 2, 3, 4):
+        write(tier, n)
+        os.utime(files(directory)[-1], (n, n))
+    tier = open_tier(directory, limit=4 * (HEADER.size + SIZE))
+    assert is_read(tier, 1)
+    write(tier, 5)
+    assert [tier.has(False, record(n).block_hash) for n in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
+    # the use is remembered by the files
+    tier = open_tier(directory, limit=2 * (HEADER.size + SIZE))
+    assert tier.has(False, record(5).block_hash) and not tier.has(False, record(3).block_hash)
+    assert tier.num_bytes <= 2 * (HEADER.size + SIZE)
+
+
+def test_what_is_larger_than_the_limit_is_not_written(directory):
+    tier = open_tier(directory, limit=SIZE)
+    write(tier, 1)
+    assert not directory.exists()
+
+
+def test_a_full_disk_is_a_warning_and_a_count(directory, monkeypatch, caplog):
+    tier = open_tier(directory)
+    write(tier, 1)
+    real_write = os.write
+    monkeypatch.setattr("os.write", lambda file, data: _full() if len(data) == 400 else real_write(file, data))
+    write(tier, 2)
+    write(tier, 3)
+    assert tier.counts == {"num_failures": 2}
+    assert caplog.text.count("No space left") == 1
+    assert [path.suffix for path in files(directory)] == [".kv"]
+    monkeypatch.undo()
+    write(tier, 2)
+    assert is_read(tier, 1) and is_read(tier, 2)
+
+
+def _full():
+    raise OSError(28, "No space left on device")
+
+
+def test_a_directory_that_cannot_be_made_or_read_is_gone_without(tmp_path, caplog):
+    (tmp_path / "file").write_text("no directory")
+    tier = open_tier(tmp_path / "file" / "cache")
+    write(tier, 1)
+    assert not is_read(tier, 1)
+    assert tier.counts["num_failures"] >= 1
+    assert "goes on without" in caplog.text
+
+
+def test_a_file_that_vanished_is_missed_once(directory):
+    tier = open_tier(directory)
+    write(tier, 1)
+    files(directory)[0].unlink()
+    assert not is_read(tier, 1)
+    assert not tier.has(False, record(1).block_hash) and tier.num_bytes == 0
+
+
+def test_what_a_dead_service_wrote_aside_is_removed_and_others_files_are_not(directory):
+    tier = open_tier(directory)
+    write(tier, 1)
+    (own,) = files(directory)
+    old, new, mine = (own.with_name(name) for name in ("a.kv.1.part", "b.kv.2.part", "notes.txt"))
+    for path in (old, new, mine):
+        path.write_bytes(b"x" * 10)
+    long_ago = time.time() - 10_000
+    os.utime(old, (long_ago, long_ago))
+    (directory / "README").write_text("mine")
+    tier = open_tier(directory)
+    assert not old.exists() and new.exists() and mine.exists() and (directory / "README").exists()
+    assert tier.num_files == 1
