@@ -1,5 +1,6 @@
 """Coding agents finish a small task, with two tool calls, over the gateway and the server."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
@@ -11,10 +12,13 @@ from tests.e2e.headless import AGENTS, ANSWER, CHAT, CODEX_EXEC, MESSAGES, MINI,
 from tests.e2e.installs import UnreachableError, problem
 from tests.e2e.recorded import recorded_stack, write_script
 from tests.e2e.recorder import write_trace
+from tests.e2e.stack import descendants, resident_bytes
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
 
 BLOCK = 64
+LONG_TURNS = 30
+GROWTH_BYTES = 48 << 20
 
 
 class Counts(NamedTuple):
@@ -36,9 +40,22 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stack(work):
-    script = write_script(work / "script.jsonl", *(agent.prepare(work) for agent in AGENTS))
+    script = write_script(work / "script.jsonl", *(agent.prepare(work) for agent in AGENTS), long_script())
     with recorded_stack(script) as stack:
         yield stack
+
+
+def long_script() -> list[dict]:
+    """A command after another, each with some output, which tells the turn."""
+
+    def line(turn: int) -> dict:
+        command = f"seq {turn} 500; echo and turn {turn + 1} of them"
+        if turn == LONG_TURNS:
+            command = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+        call = f"<tool_call>\n<function=bash>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
+        return {"when": f"turn {turn} of them", "output": f"Turn {turn} it is.\n</think>\n\nNext.\n\n{call}"}
+
+    return [line(turn) for turn in range(LONG_TURNS + 1)]
 
 
 def require(client) -> None:
@@ -166,3 +183,22 @@ def test_codex_calls_functions_in_namespaces(stack, work):
     call, output = exchanges[1].request.json["input"][-2:]
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
     assert output["type"] == "function_call_output" and output["output"].startswith("invalid agent id nobody-of-codex")
+
+
+def test_a_long_conversation_stays_in_the_cache_and_nothing_grows(stack, work):
+    def resident() -> list[int]:
+        return [resident_bytes(pid) for pid in descendants(stack.stack.process.pid)]
+
+    patient = dataclasses.replace(MINI, name="mini-long")
+    patient.project(work).mkdir()
+    before = resident()
+    _, exchanges = run(patient, stack, work, "Begin with turn 0 of them.")
+    assert all(now - then < GROWTH_BYTES for then, now in zip(before, resident(), strict=True))
+    trajectory = json.loads((patient.project(work) / "trajectory.json").read_text())
+    assert trajectory["info"]["exit_status"] == "Submitted"
+    endings, counts = zip(*map(told, exchanges), strict=True)
+    assert endings == ("tool_calls",) * (LONG_TURNS + 1)
+    assert heard_by_mini("", patient.project(work)) == Counts.total(counts)
+    for earlier, later in itertools.pairwise(counts):
+        assert later.cached == earlier.prompt // BLOCK * BLOCK
+    assert counts[-1].prompt > 30_000

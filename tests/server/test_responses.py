@@ -181,7 +181,8 @@ def test_tools_that_a_server_would_run_are_skipped(live):
 
 
 def in_namespace(name: str, *tools: dict) -> dict:
-    return {"type": "namespace", "name": name, "description": "grouped", "tools": [*tools, {"type": "custom", "name": "x"}]}
+    members = [*tools, {"type": "custom", "name": "x"}]
+    return {"type": "namespace", "name": name, "description": "grouped", "tools": members}
 
 
 @pytest.mark.parametrize("stream", [False, True])
