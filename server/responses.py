@@ -296,8 +296,8 @@ class ResponseWriter:
         self._items.append(item)
         self._open, self._text = kind, []
         yield self._place("response.output_item.added", item=dict(item))
-        if kind == "message":
-            yield self._place("response.content_part.added", item_id=item["id"], content_index=0, part=_output_text(""))
+        if part := _content(kind, ""):
+            yield self._place("response.content_part.added", item_id=item["id"], content_index=0, part=part)
 
     def _close(self, status: str) -> Iterator[bytes]:
         if self._open is None:
@@ -305,13 +305,11 @@ class ResponseWriter:
         item, text, kind = self._items[-1], "".join(self._text), self._open
         self._open = None
         where = {"item_id": item["id"]}
-        if kind == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            yield self._place("response.reasoning_text.done", **where, content_index=0, text=text)
-        elif kind == "message":
-            item["content"] = [_output_text(text)]
-            yield self._place("response.output_text.done", **where, content_index=0, text=text, logprobs=[])
-            yield self._place("response.content_part.done", **where, content_index=0, part=_output_text(text))
+        if part := _content(kind, text):
+            item["content"] = [part]
+            more = {"logprobs": []} if kind == "message" else {}
+            yield self._place(f"response.{part['type']}.done", **where, content_index=0, text=text, **more)
+            yield self._place("response.content_part.done", **where, content_index=0, part=part)
         else:
             item["arguments"] = text
             yield self._place("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
@@ -327,6 +325,13 @@ class ResponseWriter:
 
 
 ITEM_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+def _content(kind: str, text: str) -> dict[str, Any] | None:
+    """The one part of an item; None for calls, which have none."""
+    if kind == "function_call":
+        return None
+    return {"type": "reasoning_text", "text": text} if kind == "reasoning" else _output_text(text)
 
 
 def _output_text(text: str) -> dict[str, Any]:

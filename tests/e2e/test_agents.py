@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.headless import AGENTS, ANSWER, CHAT, CODEX_EXEC, MESSAGES, MINI, OPENCODE_CHAT, OPENCODE_MESSAGES, QWEN
-from tests.e2e.installs import UnreachableError, problem
 from tests.e2e.recorded import recorded_stack, write_script
 from tests.e2e.recorder import write_trace
+from tests.e2e.require import require
 from tests.e2e.stack import descendants, resident_bytes
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
@@ -56,13 +56,6 @@ def long_script() -> list[dict]:
         return {"when": f"turn {turn} of them", "output": f"Turn {turn} it is.\n</think>\n\nNext.\n\n{call}"}
 
     return [line(turn) for turn in range(LONG_TURNS + 1)]
-
-
-def require(client) -> None:
-    error = problem(client)
-    if isinstance(error, UnreachableError):
-        pytest.skip(str(error))
-    assert error is None, error
 
 
 def run(agent, stack, work, *task):

@@ -79,14 +79,36 @@ def test_deltas_join_to_what_their_items_hold(live, text, fields):
             assert made[event["output_index"]] == held
 
 
+@pytest.mark.parametrize(("text", "fields"), ASKED)
+def test_parts_are_announced_before_their_text(live, text, fields):
+    """The SDK for Node puts the answer together from the events and throws where a part is not there."""
+    items: list[dict] = []
+    for event in streamed(live, text, **fields):
+        match event["type"]:
+            case "response.output_item.added":
+                items.append(event["item"])
+            case "response.content_part.added":
+                items[event["output_index"]]["content"].append(event["part"])
+            case "response.output_text.delta" | "response.reasoning_text.delta":
+                part = items[event["output_index"]]["content"][event["content_index"]]
+                assert event["type"] == f"response.{part['type']}.delta"
+                part["text"] += event["delta"]
+            case "response.content_part.done":
+                assert items[event["output_index"]]["content"][event["content_index"]] == event["part"]
+            case "response.output_item.done":
+                assert items[event["output_index"]].get("content") == event["item"].get("content")
+
+
 def test_the_order_of_events(live):
     kinds = [event["type"] for event in streamed(live, "call the tool", tools=TOOLS)]
     assert [kind for at, kind in enumerate(kinds) if not at or kinds[at - 1] != kind] == [
         "response.created",
         "response.in_progress",
         "response.output_item.added",
+        "response.content_part.added",
         "response.reasoning_text.delta",
         "response.reasoning_text.done",
+        "response.content_part.done",
         "response.output_item.done",
         "response.output_item.added",
         "response.content_part.added",
