@@ -1,7 +1,7 @@
 """Prometheus series under the names that vLLM's dashboards know."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import Engine, EngineDiedError
+from engine import Engine, EngineDiedError, EngineStats
 from server.protocol import HARMLESS
 
 TTFT_BUCKETS = (
@@ -72,7 +72,49 @@ class EngineCollector(Collector):
         yield self._counter("longlane:engine_aborted", "Requests aborted in the engine.", stats.num_aborted)
         yield self._gauge("longlane:memory_peak_bytes", "Most memory that the engine has held.", stats.peak_bytes)
         yield self._planned()
+        yield self._sources(stats)
+        yield from self._tiers(stats)
         yield self._gauge("longlane:engine_ready", "1 when the engine takes requests.", self._engine.state == "ready")
+
+    def _sources(self, stats: EngineStats) -> CounterMetricFamily:
+        brought = stats.num_host_tokens
+        values = {
+            "local_compute": stats.num_prompt_tokens,
+            "local_cache_hit": stats.num_cached_tokens - brought,
+            "external_kv_transfer": brought,
+        }
+        about = "Prompt tokens: computed, reused on the device, and reused after they were brought back to it."
+        return self._counters("vllm:prompt_tokens_by_source", about, "source", values)
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of the prefix cache outside the device."""
+
+        def by_tier(host: int, disk: int) -> dict[str, int]:
+            return {"host": host, "disk": disk}
+
+        held = GaugeMetricFamily("longlane:cache_tier_bytes", "Bytes that a tier holds.", labels=(*LABELS, "tier"))
+        for tier, num_bytes in by_tier(stats.host_bytes, stats.disk_bytes).items():
+            held.add_metric((*self._labels, tier), num_bytes)
+        yield held
+        for name, about, values in (
+            ("hit_tokens", "Tokens that came from a tier.", by_tier(stats.num_host_tokens, stats.num_disk_tokens)),
+            ("evictions", "What made room for others.", by_tier(stats.num_host_evicted, stats.num_disk_evicted)),
+            (
+                "damaged",
+                "What was not as it had been written.",
+                by_tier(stats.num_host_damaged, stats.num_disk_damaged),
+            ),
+        ):
+            yield self._counters(f"longlane:cache_tier_{name}", about, "tier", values)
+        yield self._counter("longlane:cache_tier_dropped", "What found no room in a tier.", stats.num_tier_dropped)
+        about = "Files that could not be read, written or removed."
+        yield self._counter("longlane:cache_disk_failures", about, stats.num_disk_failures)
+
+    def _counters(self, name: str, about: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, about, labels=(*LABELS, label))
+        for value, count in values.items():
+            family.add_metric((*self._labels, value), count)
+        return family
 
     def _planned(self) -> GaugeMetricFamily:
         """What the engine laid out at its start; nothing before it was ready for the first time."""

@@ -75,9 +75,7 @@ class DiskTier:
         aside = path.with_suffix(f"{path.suffix}.{os.getpid()}{ASIDE}")
         try:
             self._own.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb", buffering=0) as file:
-                for part in (self._header(record, size - HEADER.size, checksum), *parts):
-                    _write_all(file.fileno(), part)
+            self._write(aside, (self._header(record, size - HEADER.size, checksum), *parts))
             aside.replace(path)
         except OSError as error:
             self._fail("written", error)
@@ -117,6 +115,12 @@ class DiskTier:
             if told != asked or num_bytes != size or os.fstat(file.fileno()).st_size != HEADER.size + size:
                 return False
             return all(_read_all(file.fileno(), part) for part in parts) and crc(parts) == checksum
+
+    @staticmethod
+    def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                _write_all(file.fileno(), part)
 
     def _header(self, record: Record, num_bytes: int, checksum: int) -> bytes:
         what = (record.block_hash, record.parent, record.depth, record.is_state)

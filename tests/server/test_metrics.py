@@ -1,6 +1,7 @@
 """What the server counts itself."""
 
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,6 +11,8 @@ from engine import EngineDiedError, EngineInfo, EngineStats
 from server.errors import BadRequestError
 from server.metrics import EngineCollector, ServerMetrics
 from server.protocol import MAX_FIELDS, ChatRequest, parse
+
+TIER_SERIES = ("bytes", "hit_tokens_total", "evictions_total", "damaged_total")
 
 
 def test_ignored_fields_count_by_known_name_or_together():
@@ -32,6 +35,24 @@ def test_a_body_of_very_many_fields_is_refused():
     assert len(unknown) == MAX_FIELDS - 1
     with pytest.raises(BadRequestError, match=f"{MAX_FIELDS + 1} fields"):
         parse(msgspec.json.encode(body | {"more": 1}), ChatRequest)
+
+
+def test_tiers_of_the_cache_are_told_apart():
+    stats = EngineStats(num_prompt_tokens=10, num_cached_tokens=700, num_host_tokens=640, num_disk_tokens=64)
+    stats = replace(stats, host_bytes=5, disk_bytes=6, num_host_evicted=1, num_disk_damaged=2, num_disk_failures=3)
+    started = Started(None)
+    started.stats = stats
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(started, "m"))
+
+    def value(name, **more):
+        return registry.get_sample_value(name, {"model_name": "m", "engine": "0", **more})
+
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    assert [value("vllm:prompt_tokens_by_source_total", source=source) for source in sources] == [10, 60, 640]
+    both = [[value(f"longlane:cache_tier_{name}", tier=tier) for tier in ("host", "disk")] for name in TIER_SERIES]
+    assert both == [[5, 6], [640, 64], [1, 0], [0, 2]]
+    assert value("longlane:cache_disk_failures_total") == 3
 
 
 class Started:
