@@ -125,7 +125,8 @@ class ScriptedEngine:
             raise ContextLengthError(self._info.max_model_len, num_prompt_tokens, max_tokens)
         if len(self._runs) >= self._max_num_requests + self._max_queued_requests:
             raise QueueFullError(
-                f"{self._max_queued_requests} requests wait already (max_queued_requests); try again later"
+                f"{self._max_queued_requests} requests wait already (max_queued_requests); try again later",
+                retry_after_s=1,
             )
         message = last_message(self._files.vocabulary, request.prompt_token_ids)
         line = choose(self._script, message)
