@@ -47,8 +47,9 @@ class EngineConfig(Section):
     max_queued_tokens: int = Field(default=1_048_576, ge=0)
     """Prompt tokens that may wait in all; more are refused with 503."""
 
-    prefill_chunk: int = Field(default=512, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
-    """Prompt tokens computed in one step; decoding requests get a token between two chunks."""
+    prefill_chunk: int | None = Field(default=None, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
+    """Prompt tokens computed in one step, at most; decoding requests get a token between two chunks. 4,096 on a GPU,
+    where launching a step costs as much as a thousand tokens, and 512 on a CPU when not set."""
 
     longest_gap_ms: float | None = Field(default=None, gt=0)
     """Longest time between two tokens of an answer while prompts are computed beside it: chunks are made as small as
@@ -82,8 +83,8 @@ class EngineConfig(Section):
     distribution, and no token at temperature 0 beyond what the rounding of products of more rows may."""
 
     cuda_graphs: bool = True
-    """Replay decode passes as CUDA graphs; without them, for looking at kernels one by one, decoding takes many times as
-    long."""
+    """Replay decode passes as CUDA graphs; without them, for looking at kernels one by one, decoding takes many times
+    as long."""
 
     hang_timeout_s: float = Field(default=300.0, gt=0)
     """The engine process is replaced when one step takes longer than this."""

@@ -50,6 +50,8 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
+# most prompt tokens of a step, by device
+PREFILL_CHUNKS = {"cpu": 512, "cuda": 4096}
 # host memory that the host tier leaves to everything else
 HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
@@ -70,6 +72,8 @@ def load_engine(
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    chunk = config.prefill_chunk or PREFILL_CHUNKS[device.type]
+    config = config.model_copy(update={"prefill_chunk": chunk})
     checkpoint_dir = resolve_checkpoint(config.model)
     if is_ahead is None:
         is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
@@ -80,7 +84,8 @@ def load_engine(
     host_file = _host_file(config, host_file)
     budget = _budget(config, device, held_bytes(host_file))
     codec = choose_codec(config.kv_codec, device, dtype)
-    demand = choose_demand(config, _unsized(config, checkpoint_dir, device, dtype, codec), budget)
+    kept = _kept_for_host_tier(config, device)
+    demand = choose_demand(config, _unsized(config, checkpoint_dir, device, dtype, codec), budget - kept)
     demand = demand.having(host_cache_bytes=_host_cache_bytes(config, demand, budget, host_file))
     planned = plan(demand)
     _log_plan(planned, budget)
@@ -164,7 +169,8 @@ def _unsized(
     model_config = read_config(checkpoint_dir)
     if not config.num_drafts:
         model_config = model_config.without_mtp()
-    return Demand(model_config, recipe, codec.name, activation_bytes=dtype.itemsize, device=kind)
+    host = config.host_cache_bytes if config.prefix_caching else 0
+    return Demand(model_config, recipe, codec.name, activation_bytes=dtype.itemsize, host_cache_bytes=host, device=kind)
 
 
 def _log_plan(planned: Plan, budget: int) -> None:
@@ -208,6 +214,12 @@ def _host_file(config: EngineConfig, given: int | None) -> int | None:
     if not (config.host_cache_bytes and config.prefix_caching):
         return None
     return create_file() if given is None else given
+
+
+def _kept_for_host_tier(config: EngineConfig, device: torch.device) -> int:
+    """Of a budget that is host memory, where the context would otherwise be made as long as fits."""
+    is_sized = config.max_model_len is not None or config.kv_cache_tokens is not None
+    return 0 if is_sized or device.type == "cuda" or not config.prefix_caching else config.host_cache_bytes
 
 
 def _host_cache_bytes(config: EngineConfig, demand: Demand, budget: int, host_file: int | None) -> int:

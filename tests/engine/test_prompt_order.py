@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +126,6 @@ def test_a_slow_step_counts_at_once_and_is_forgotten_bit_by_bit():
     for _ in range(60):
         sizes.append(budget.num_tokens(True))
         budget.observe(sizes[-1], True, 0.004 + sizes[-1] * 2e-5)
-    assert sizes[0] == 64
-    assert all(a <= b for a, b in pairwise(sizes))
-    assert sizes[-1] > 3000
+    assert sizes[0] <= 128
+    # the next size would take 86 ms of the 80 that are planned
+    assert set(sizes[-10:]) == {2048}
