@@ -15,6 +15,8 @@ from tests.e2e.recorded import MODEL
 SCRIPTS = Path(__file__).parent / "agents"
 ANSWER = (SCRIPTS / "bird.py.txt").read_text()
 RUN_S = 55
+# what agents bear that can be told; they take five minutes by themselves
+SILENCE_S = 3
 KEY = "any-key"
 
 
@@ -94,7 +96,8 @@ def _opencode(project: Path, url: str, task: str) -> list[str]:
 def _opencode_settings(package: str, model: dict[str, object]) -> Callable[[str], dict[str, object]]:
     def settings(url: str) -> dict[str, object]:
         model_settings = {"name": MODEL, "limit": {"context": 262_144, "output": 32_768}, **model}
-        provider = {"npm": package, "name": "Longlane", "options": {"baseURL": f"{url}/v1", "apiKey": KEY}}
+        options = {"baseURL": f"{url}/v1", "apiKey": KEY, "chunkTimeout": 1000 * SILENCE_S}
+        provider = {"npm": package, "name": "Longlane", "options": options}
         return {
             ".config/opencode/opencode.json": {"provider": {"longlane": provider | {"models": {MODEL: model_settings}}}}
         }
@@ -139,6 +142,7 @@ name = "Longlane"
 base_url = "{url}/v1"
 wire_api = "responses"
 env_key = "LONGLANE_KEY"
+stream_idle_timeout_ms = {1000 * SILENCE_S}
 """
     }
 

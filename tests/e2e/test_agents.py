@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.headless import AGENTS, ANSWER, CHAT, CODEX_EXEC, MESSAGES, MINI, OPENCODE_CHAT, OPENCODE_MESSAGES, QWEN
+from tests.e2e.headless import (
+    AGENTS,
+    ANSWER,
+    CHAT,
+    CODEX_EXEC,
+    MESSAGES,
+    MINI,
+    OPENCODE_CHAT,
+    OPENCODE_MESSAGES,
+    QWEN,
+    SILENCE_S,
+)
 from tests.e2e.recorded import recorded_stack, write_script
 from tests.e2e.recorder import write_trace
 from tests.e2e.require import require
@@ -18,6 +29,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
 
 BLOCK = 64
 LONG_TURNS = 30
+NARROW = 1000
 GROWTH_BYTES = 48 << 20
 
 
@@ -40,8 +52,17 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stack(work):
-    script = write_script(work / "script.jsonl", *(agent.prepare(work) for agent in AGENTS), long_script())
-    with recorded_stack(script) as stack:
+    slow = {"when": "Slowly", "output": "It took its time.\n</think>\n\nat last", "prefill_ms": 2200 * SILENCE_S}
+    script = write_script(work / "script.jsonl", [slow], *(agent.prepare(work) for agent in AGENTS), long_script())
+    with recorded_stack(script, "--server-heartbeat-s", "1") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def narrow_stack(tmp_path_factory):
+    """Shorter than the prompt of any agent."""
+    script = write_script(tmp_path_factory.mktemp("narrow") / "script.jsonl", [{"when": "nobody", "output": "-"}])
+    with recorded_stack(script, "--max-model-len", str(NARROW)) as stack:
         yield stack
 
 
@@ -195,3 +216,31 @@ def test_a_long_conversation_stays_in_the_cache_and_nothing_grows(stack, work):
     for earlier, later in itertools.pairwise(counts):
         assert later.cached == earlier.prompt // BLOCK * BLOCK
     assert counts[-1].prompt > 30_000
+
+
+@pytest.mark.parametrize("agent", [CODEX_EXEC, OPENCODE_CHAT, OPENCODE_MESSAGES], ids=lambda agent: agent.name)
+def test_heartbeats_count_for_an_agent_that_bears_no_silence(stack, work, agent):
+    """It would give the request up, and send it again."""
+    printed, exchanges = run(agent, stack, work, "Slowly, please.")
+    assert "at last" in printed
+    assert len(exchanges) == 1
+
+
+KNOWN_BY = {
+    MINI: "ContextWindowExceededError",
+    QWEN: f"maximum context length is {NARROW} tokens",
+    # it summarises what there is, and goes on from there
+    OPENCODE_CHAT: "Here is the conversation so far",
+    OPENCODE_MESSAGES: "Here is the conversation so far",
+    CODEX_EXEC: "ran out of room in the model's context window",
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_agent_knows_a_full_context(narrow_stack, tmp_path, agent):
+    require(agent.client)
+    agent.prepare(tmp_path)
+    done = agent.run(tmp_path, narrow_stack.url)
+    exchanges = narrow_stack.take(agent.path)
+    assert len(exchanges) <= 6
+    assert KNOWN_BY[agent] in " ".join((done.stdout + done.stderr).split())
