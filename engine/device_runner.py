@@ -202,7 +202,7 @@ class DeviceRunner:
     def launch_sampling(self) -> None:
         if self._prompts is not None:
             if self._copier is not None:
-                self._copier.join()
+                self._copier.join_arriving()
             self._sample_prompts(self._prompts)
         if self._forwarded is not None:
             decodes = self._schedule.decodes

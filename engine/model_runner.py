@@ -108,6 +108,7 @@ class ModelRunner:
     def store(self, transfer: Transfer) -> None:
         assert self._copier is not None
         self._copier.store(transfer)
+        self._copier.join()
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:
@@ -149,6 +150,7 @@ class ModelRunner:
         if chunk.transfer is not None:
             assert self._copier is not None
             self._copier.restore(chunk.transfer)
+            self._copier.join()
         if chunk.restored is not None:
             assert self._snapshots is not None
             self._snapshots.restore(chunk.restored, self._states, state.slot)

@@ -65,6 +65,9 @@ class PlanConfig(Section):
     snapshots: ByteSize = ByteSize(0)
     """Memory for recurrent states that stand for reuse, like 1GiB."""
 
+    host_cache: ByteSize = ByteSize(0)
+    """Host memory for the prefix cache's copies, like 8GiB; takes some staging on the card."""
+
     prefill_chunk: int = Field(default=512, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
     """Prompt tokens computed in one step."""
 
@@ -131,7 +134,7 @@ def demand_of(asked: PlanConfig) -> Demand:
     ).with_full(context, asked.requests)
     tokens = asked.kv_cache_tokens or demand.kv_cache_tokens
     count = num_snapshots(model, demand.activation_bytes, int(asked.snapshots), -(-tokens // BLOCK_SIZE))
-    return demand.having(kv_cache_tokens=tokens, num_snapshots=count)
+    return demand.having(kv_cache_tokens=tokens, num_snapshots=count, host_cache_bytes=int(asked.host_cache))
 
 
 def _model(asked: PlanConfig) -> tuple[ModelConfig, str | None]:

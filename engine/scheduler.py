@@ -48,6 +48,7 @@ class RequestState:
     cuts                 where chunks of its prompt end beside the budget, so that a state can stand there
     has_begun            its first chunk was scheduled, and with it decided what it reuses
     fetch_until_s        it waits no longer than this for what lies outside the device
+    fetch_seen           how much had come from the slower tiers when it was looked at last
     """
 
     request: Request
@@ -67,6 +68,7 @@ class RequestState:
     cuts: tuple[int, ...] = ()
     has_begun: bool = False
     fetch_until_s: float | None = None
+    fetch_seen: int = -1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -416,15 +418,20 @@ class Scheduler:
         """A hit that counts what lies outside the device; None while that is on its way to host memory."""
         if self._tiers is None or not self._cache.is_enabled:
             return hit
+        may_wait = state.fetch_until_s is None or time.monotonic() < state.fetch_until_s
+        if may_wait and state.fetch_seen == self._tiers.num_settled:
+            return None
         hashes = self._cache.address(state.path, state.request.prompt_token_ids)
         found = self._tiers.find(hashes, hit.depth)
         if found is None:
             return hit
         if self._tiers.is_ready(found):
             return replace(hit, brought=found)
+        if not (may_wait and self._tiers.fetch(found)):
+            return hit
         state.fetch_until_s = state.fetch_until_s or time.monotonic() + LONGEST_FETCH_S
-        is_fetching = time.monotonic() < state.fetch_until_s and self._tiers.fetch(found)
-        return None if is_fetching else hit
+        state.fetch_seen = self._tiers.num_settled
+        return None
 
     def _look_again(self, state: RequestState, hit: Hit) -> Hit:
         """What others of the same step brought back or gave up since."""
@@ -489,6 +496,8 @@ class Scheduler:
         state.num_computed_tokens = state.num_cached_tokens = hit.depth
         if self._cache.is_enabled:
             reused = f"{hit.depth} of {state.num_prompt_tokens} prompt tokens reused"
+            if hit.brought is not None:
+                reused += f", {hit.depth - len(hit.nodes) * BLOCK_SIZE} of them brought back"
             log.info("request %s: %s; %s", state.request.request_id, reused, hit.explain())
         restored = self._cache.adopt(state.path, hit)
         state.block_ids = [node.block_id for node in state.path.nodes]

@@ -97,7 +97,12 @@ class TierCopier:
         return self._kv.layers[index]
 
     def join(self) -> None:
-        """Everything that was brought back is there for what is launched next."""
+        """Everything that was brought back is there for what is launched next, which may write anywhere."""
+        self.join_arriving()
+        self._wait([event for event, *_ in self._reading])
+        self._reading.clear()
+
+    def join_arriving(self) -> None:
         for events in self._arriving:
             self._wait(events)
 
@@ -136,7 +141,7 @@ class TierCopier:
         return torch.cuda.stream(self._stream)
 
     def _mark(self) -> torch.cuda.Event | None:
-        return self._stream.record_event() if self._stream is not None else None
+        return self._stream.record_event(torch.cuda.Event(blocking=True)) if self._stream is not None else None
 
     def _wait(self, events: list[torch.cuda.Event]) -> None:
         for event in events:

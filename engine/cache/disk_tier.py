@@ -74,7 +74,8 @@ class DiskTier:
         path = self._path(name)
         aside = path.with_suffix(f"{path.suffix}.{os.getpid()}{ASIDE}")
         try:
-            self._own.mkdir(parents=True, exist_ok=True)
+            # what is in there stands for prompts and answers
+            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write(aside, (self._header(record, size - HEADER.size, checksum), *parts))
             aside.replace(path)
         except OSError as error:

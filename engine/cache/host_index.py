@@ -180,6 +180,10 @@ class HostIndex:
     def use(self, state: HostState) -> None:
         """A request goes on from it."""
         state.num_hits += 1
+        self.touch(state)
+
+    def touch(self, state: HostState) -> None:
+        """It was of use on the device."""
         state.base = self._floor
         self._states[state] = self._states.pop(state)
 

@@ -71,11 +71,14 @@ class Worker:
         self._num_unfinished += 1
         self._jobs.put((priority, next(self._order), job))
 
-    def poll(self) -> None:
-        """Takes over what was done."""
+    def poll(self) -> int:
+        """Takes over what was done; how much that was."""
+        count = 0
         while self._results:
             self._num_unfinished -= 1
             self._results.popleft()()
+            count += 1
+        return count
 
     def close(self) -> None:
         """Does what was asked for, then ends."""
@@ -105,6 +108,7 @@ class Tiers:
         self._disk_worker = Worker("longlane-disk-tier", self._arrived) if disk is not None else None
         self._checking: set[Entry] = set()
         self._unwritten_bytes = 0
+        self.num_settled = 0
         self.counts: Counter[str] = Counter()
 
     @property
@@ -133,8 +137,8 @@ class Tiers:
         }
 
     def poll(self) -> None:
-        for worker in self._workers:
-            worker.poll()
+        """Takes over what was done meanwhile; `num_settled` tells whether there was anything."""
+        self.num_settled += sum(worker.poll() for worker in self._workers)
 
     def wait(self, seconds: float) -> None:
         """Until something was done."""
@@ -203,6 +207,9 @@ class Tiers:
             self.counts["num_dropped"] += 1
             return None
         if not admission.entries:
+            state = self._index.state(hashes[-1])
+            assert state is not None
+            self._index.touch(state)
             return None
         for entry in admission.entries:
             self._slab.clear(entry)
