@@ -1,7 +1,8 @@
 """Measures a checkpoint through the real engine: `python -m engine.bench --model DIR`. Prints JSON.
 
 Prefill is prompt tokens over the time to the first token, decode the tokens after the first over the time that they
-took, both as a reader of the streams sees them, so the process boundary is part of it. Nothing is reused.
+took, of several requests while all of them decode; both as a reader of the streams sees them, so the process boundary
+is part of it. Nothing is reused.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -57,10 +58,33 @@ class BenchConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds from submission to the first token, and from there to the last."""
+    """When a request was submitted, and when how many of its tokens came."""
 
-    first_s: float
-    rest_s: float
+    submitted: float
+    arrivals: tuple[tuple[float, int], ...]
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0][0]
+
+    @property
+    def last(self) -> float:
+        return self.arrivals[-1][0]
+
+    @property
+    def first_s(self) -> float:
+        """From submission to the first token."""
+        return self.first - self.submitted
+
+
+def decode_rate(timings: Sequence[Timing]) -> float:
+    """Tokens a second from the first token of the last request to begin to the end of the first to end; where no such
+    time is, from the first token of all to the last."""
+    began, ended = max(t.first for t in timings), min(t.last for t in timings)
+    if ended <= began:
+        began, ended = min(t.first for t in timings), max(t.last for t in timings)
+    tokens = sum(count for t in timings for time, count in t.arrivals if began < time <= ended)
+    return tokens / (ended - began)
 
 
 def main() -> int:
@@ -80,7 +104,11 @@ def main() -> int:
 
 async def measure(engine: EngineConfig, bench: BenchConfig) -> dict[str, Any]:
     """raises  CheckpointError, CapacityError, ContextLengthError"""
-    engine = engine.model_copy(update={"prefix_caching": False})
+    changes: dict[str, Any] = {"prefix_caching": False}
+    if bench.fills:
+        # chunks of which one block is computed are no measure for the size of the next ones
+        changes["longest_gap_ms"] = 1e6
+    engine = engine.model_copy(update=changes)
     copied = copy_bytes_per_s()
     client = EngineClient(engine, "engine.bench_filled" if bench.fills else "engine.process")
     began = time.monotonic()
@@ -126,7 +154,7 @@ async def measure_row(
     timings = await run_round(client, bench, pool, num_prompt_tokens, count, name)
     drafted = client.stats.num_draft_tokens - before.num_draft_tokens
     accepted = client.stats.num_accepted_tokens - before.num_accepted_tokens
-    first_s, rest_s = max(t.first_s for t in timings), max(t.rest_s for t in timings)
+    first_s, rate = max(t.first_s for t in timings), decode_rate(timings)
     context = num_prompt_tokens + bench.output_tokens // 2
     step_bytes = decode_bytes(client.info.planned_bytes, Path(client.info.checkpoint_dir), context, count, client.info)
     return {
@@ -139,12 +167,12 @@ async def measure_row(
         "prefilled": not bench.fills,
         "ttft_s": None if bench.fills else round(min(t.first_s for t in timings), 3),
         "prefill_tok_s": None if bench.fills else round(num_prompt_tokens * count / first_s, 1),
-        "decode_tok_s": round((bench.output_tokens - 1) * count / rest_s, 1),
+        "decode_tok_s": round(rate, 1),
         "step_bytes": step_bytes,
         # with drafts, a step gives several tokens and reads MTP's weights too
         "bandwidth_share": None
         if copied is None or client.info.num_drafts
-        else round(step_bytes * (bench.output_tokens - 1) / rest_s / copied, 3),
+        else round(step_bytes * rate / count / copied, 3),
         "peak_bytes": client.stats.peak_bytes,
         "plan_bytes": sum(client.info.planned_bytes.values()),
     }
@@ -199,8 +227,8 @@ async def run_round(
 async def run_request(client: EngineClient, request: Request) -> Timing:
     began = time.monotonic()
     await client.submit(request)
-    times = [time.monotonic() async for _ in client.stream(request.request_id)]
-    return Timing(times[0] - began, times[-1] - times[0])
+    arrivals = [(time.monotonic(), len(event.token_ids)) async for event in client.stream(request.request_id)]
+    return Timing(began, tuple(arrivals))
 
 
 def prompt_pool(bench: BenchConfig, vocab_size: int) -> list[int]:

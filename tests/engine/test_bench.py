@@ -2,7 +2,7 @@ import asyncio
 import json
 
 from engine import EngineInfo
-from engine.bench import BenchConfig, cut, decode_bytes, measure
+from engine.bench import BenchConfig, Timing, cut, decode_bytes, decode_rate, measure
 from tests.engine.checkpoints import DENSE, MOE, Geometry, write_checkpoint
 from tests.engine.runtime import settings
 
@@ -32,6 +32,20 @@ def test_filled_rows_decode_behind_prompts_that_were_not_computed(tmp_path):
     (row,) = asyncio.run(measure(settings(directory, prefill_chunk=512), bench))["rows"]
     assert (row["prefilled"], row["ttft_s"], row["prefill_tok_s"]) == (False, None, None)
     assert row["decode_tok_s"] > 0
+
+
+def test_several_requests_are_timed_while_all_of_them_decode():
+    """The second begins when the first has four tokens, and ends two seconds after it."""
+    first = Timing(0.0, ((1.0, 1), (2.0, 1), (3.0, 2), (4.0, 1), (5.0, 1)))
+    second = Timing(0.0, ((3.0, 1), (4.0, 2), (5.0, 1), (6.0, 1), (7.0, 1)))
+    assert decode_rate([first, second]) == 5 / 2
+    assert decode_rate([first]) == 5 / 4
+    assert (first.first_s, second.first_s) == (1.0, 3.0)
+
+
+def test_requests_that_never_decode_together_are_timed_from_end_to_end():
+    one, other = Timing(0.0, ((1.0, 1), (2.0, 1))), Timing(0.0, ((5.0, 1), (6.0, 1)))
+    assert decode_rate([one, other]) == 3 / 5
 
 
 def test_a_decode_step_reads_what_it_needs(tmp_path):
