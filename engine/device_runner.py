@@ -168,6 +168,9 @@ class DeviceRunner:
         self._state.slots.numbers.zero_()
         for slot in range(self._states.num_slots):
             self._states.reset(slot)
+        # who is ready must not have this still before it
+        self._arrived.mark()
+        self._arrived.wait()
 
     def _run_once(self, batch: ForwardBatch) -> None:
         owners = Owners(batch.state_slots, batch.state_slots.int(), self._tables.ids.index_select(0, batch.state_slots))
