@@ -65,22 +65,13 @@ class Agent:
 
 
 def _run(command: list[str], directory: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
-    process = subprocess.Popen(
-        command,
-        cwd=directory,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=RUN_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=directory, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=RUN_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
@@ -127,7 +118,7 @@ MINI_ENVIRONMENT = (
 
 
 def _codex(project: Path, url: str, task: str) -> list[str]:
-    flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json")
+    flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--strict-config", "--json")
     return [CODEX.program("codex"), "exec", *flags, task]
 
 
@@ -136,6 +127,7 @@ def _codex_settings(url: str) -> dict[str, object]:
         ".codex/config.toml": f"""
 model = "{MODEL}"
 model_provider = "longlane"
+model_context_window = 262144
 
 [model_providers.longlane]
 name = "Longlane"
