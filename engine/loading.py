@@ -77,10 +77,6 @@ def load_engine(
     checkpoint_dir = resolve_checkpoint(config.model)
     if is_ahead is None:
         is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
-    if is_ahead and config.max_num_requests > MAX_REQUESTS:
-        raise CapacityError(
-            f"max_num_requests {config.max_num_requests}: at most {MAX_REQUESTS} decode at once on a GPU"
-        )
     host_file = _host_file(config, host_file)
     budget = _budget(config, device, held_bytes(host_file))
     codec = choose_codec(config.kv_codec, device, dtype)
@@ -111,7 +107,9 @@ def load_engine(
     with timed("caches and passes"):
         caches = _build_caches(config, model, demand, key, host_file, device, dtype)
         runner = build(config, model, demand, info, constraints, caches)
-    scheduler = _build_scheduler(config, demand, info, key, reuses_decoded, caches.tiers)
+    scheduler = _build_scheduler(
+        config, demand, info, key, reuses_decoded, caches.tiers, MAX_REQUESTS if is_ahead else None
+    )
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
@@ -273,7 +271,7 @@ def _build_device_runner(
     decode_pass = DecodePass(model, state, info.num_drafts, max_context=demand.context + MAX_ROWS)
     passes = EagerPasses(decode_pass, device)
     if device.type == "cuda" and config.cuda_graphs:
-        rows = [rows_per_request(count, info.num_drafts) for count in range(1, slots + 1)]
+        rows = [rows_per_request(count, info.num_drafts) for count in range(1, min(slots, MAX_REQUESTS) + 1)]
         passes = GraphPasses(decode_pass, rows, vocab, device)
     outlive = (caches.snapshots, caches.copier)
     runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, *outlive)
@@ -292,7 +290,13 @@ def _prompts_to_warm(largest: int, context: int, num_slots: int) -> list[list[tu
 
 
 def _build_scheduler(
-    config: EngineConfig, demand: Demand, info: EngineInfo, key: bytes, reuses_decoded: bool, tiers: Tiers | None
+    config: EngineConfig,
+    demand: Demand,
+    info: EngineInfo,
+    key: bytes,
+    reuses_decoded: bool,
+    tiers: Tiers | None,
+    most_decodes: int | None,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=demand.num_blocks,
@@ -305,6 +309,7 @@ def _build_scheduler(
         cache_key=key,
         reuses_decoded=reuses_decoded,
         longest_gap_s=_longest_gap_s(config, info),
+        most_decodes=most_decodes,
         tiers=tiers,
     )
 

@@ -39,6 +39,7 @@ class RequestState:
     num_computed_tokens  tokens whose KV and GDN state stand
     num_accepted_rows    rows of its last pass that stand but are not yet folded into the GDN state
     num_in_flight        passes that were scheduled and will give it tokens
+    last_turn            number of its last turn to decode, of all turns of all requests
     num_cached_tokens    of its prompt that were not computed again
     draft_token_ids      MTP's proposal for what follows token_ids
     block_ids            KV blocks, in order of position
@@ -60,6 +61,7 @@ class RequestState:
     num_computed_tokens: int = 0
     num_accepted_rows: int = 0
     num_in_flight: int = 0
+    last_turn: int = 0
     num_cached_tokens: int = 0
     draft_token_ids: tuple[int, ...] = ()
     block_ids: list[int] = field(default_factory=list)
@@ -201,12 +203,14 @@ class Scheduler:
         cache_key: bytes = b"",
         reuses_decoded: bool = True,
         longest_gap_s: float | None = None,
+        most_decodes: int | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         """num_snapshots    0 turns reuse off
         cache_key        what the content of a block depends on beside its tokens
         reuses_decoded   also keep what was computed token by token; it differs from prefill by rounding
         longest_gap_s    that a decoding request waits for its next token because prompts are computed
+        most_decodes     requests that decode in one step; where there are more they take turns
         tiers            of the prefix cache outside the device
         """
         self._pool = BlockPool(num_blocks)
@@ -221,6 +225,8 @@ class Scheduler:
         self._order = PromptOrder()
         self._next: RequestState | None = None
         self._num_drafts = num_drafts
+        self._most_decodes = most_decodes
+        self._num_turns = 0
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._waiting: list[RequestState] = []
@@ -265,7 +271,7 @@ class Scheduler:
         """What to run after everything that was scheduled before."""
         stores = self._choose_stores()
         self._admit_waiting()
-        decodes = tuple(state for state in self._running if not state.is_prefilling and state.may_go_on)
+        decodes = self._choose_decodes()
         chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes)), bool(decodes)))
         for state in decodes:
             self._cover(state, self._most_tokens(state))
@@ -553,6 +559,16 @@ class Scheduler:
             state.num_accepted_rows -= num_folded
             if position in state.cuts and not is_decoded:
                 self._store(state.path.latest)
+
+    def _choose_decodes(self) -> tuple[RequestState, ...]:
+        """Those that have waited longest where a step does not take all of them."""
+        ready = [state for state in self._running if not state.is_prefilling and state.may_go_on]
+        if self._most_decodes is not None and len(ready) > self._most_decodes:
+            ready = sorted(ready, key=lambda state: state.last_turn)[: self._most_decodes]
+        for state in ready:
+            self._num_turns += 1
+            state.last_turn = self._num_turns
+        return tuple(ready)
 
     def _read(self, chunk: Chunk) -> None:
         self._cover(chunk.state, chunk.end)

@@ -332,6 +332,17 @@ def test_blocks_are_there_for_every_draft_that_may_be_accepted():
     assert state.num_computed_tokens == 128
 
 
+def test_more_requests_than_a_step_takes_decode_in_turns():
+    s = scheduler(most_decodes=2)
+    for name in "abc":
+        s.add(request(name, 10, max_tokens=20), seed=0)
+    turns = []
+    for _ in range(7):
+        schedule, _ = step(s)
+        turns.append(sorted(decoding(schedule)))
+    assert turns == [[], ["a", "b"], ["a", "c"], ["b", "c"], ["a", "b"], ["a", "c"], ["b", "c"]]
+
+
 def test_a_state_after_a_prompt_is_kept_with_the_schedule_that_reads_it():
     s = scheduler(num_snapshots=4, reuses_decoded=False)
     s.add(request("a", 130), seed=0)
