@@ -13,6 +13,15 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[2] / ".cache" / "agents"
 INSTALL_TIMEOUT_S = 400
+# a registry that is away is asked twice, not for minutes
+NPM_FLAGS = (
+    "--no-audit",
+    "--no-fund",
+    "--no-update-notifier",
+    "--fetch-retries=1",
+    "--fetch-retry-mintimeout=1000",
+    "--fetch-retry-maxtimeout=2000",
+)
 
 
 class InstallError(Exception):
@@ -35,6 +44,11 @@ class Client:
         return HOME / "-".join((self.name, *(package.rpartition(self.separator)[2] for package in self.packages)))
 
     @property
+    def package(self) -> str:
+        """The client's own, without its version."""
+        return self.packages[0].rpartition(self.separator)[0]
+
+    @property
     def ready(self) -> Path:
         return self.home / ".ready"
 
@@ -54,7 +68,7 @@ class Client:
         """raises UnreachableError"""
         asked = self.look_up()
         if asked.returncode:
-            raise UnreachableError(f"no registry answers for {self.packages[0]}: {asked.stderr[-300:]}")
+            raise UnreachableError(f"no registry answers for {self.package}: {asked.stderr[-300:]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +76,10 @@ class NodeClient(Client):
     separator = "@"
 
     def fetch(self) -> subprocess.CompletedProcess:
-        flags = ("--no-audit", "--no-fund", "--no-update-notifier", "--prefix", str(self.home))
-        return _run("npm", "install", *flags, *self.packages)
+        return _run("npm", "install", *NPM_FLAGS, "--prefix", str(self.home), *self.packages)
 
     def look_up(self) -> subprocess.CompletedProcess:
-        return _run("npm", "view", self.packages[0], "version")
+        return _run("npm", "view", *NPM_FLAGS, self.package, "version")
 
     def program(self, name: str) -> str:
         return str(self.install() / "node_modules" / ".bin" / name)
@@ -81,7 +94,7 @@ class PythonClient(Client):
         return _run(self.pip, "install", "-q", "--disable-pip-version-check", *self.packages)
 
     def look_up(self) -> subprocess.CompletedProcess:
-        return _run(self.pip, "index", "versions", self.packages[0].partition("==")[0])
+        return _run(self.pip, "index", "versions", self.package)
 
     @property
     def pip(self) -> str:
