@@ -48,7 +48,7 @@ GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
 # the driver's and the libraries' own, in every process that uses a card
 CUDA_CONTEXT_BYTES = 512 * 2**20
 # blocks whose bytes are gathered on the device at a time on their way to or from host memory
-STAGED_BLOCKS = 64
+STAGED_BLOCKS = 256
 # how far the searches for what fits look
 MOST_BLOCKS, MOST_REQUESTS = 1 << 22, 64
 # what the allocator cannot use between what it gave out; on a CPU the activations and logits as well
@@ -454,8 +454,8 @@ def decode_workspace(demand: Demand) -> int:
 
 
 def _staging_bytes(demand: Demand) -> int:
-    """One layer's share of the blocks that are gathered at a time (tier_copy): each tensor's, and all joined."""
-    return 2 * STAGED_BLOCKS * BLOCK_SIZE * kv_token_bytes(demand) if demand.host_cache_bytes else 0
+    """One layer's share of the blocks that are gathered at a time (tier_copy): as it lies there, in order, and joined."""
+    return 3 * STAGED_BLOCKS * BLOCK_SIZE * kv_token_bytes(demand) if demand.host_cache_bytes else 0
 
 
 def restored_bytes(demand: Demand) -> int:
