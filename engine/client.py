@@ -304,7 +304,8 @@ class EngineClient:
             case Stepped(events=events, stats=stats):
                 self._stats = stats
                 for event in events:
-                    if stream := self._streams.get(event.request_id):
+                    # what comes before the answer is of an earlier request of the same id
+                    if (stream := self._streams.get(event.request_id)) and stream.is_admitted:
                         stream.put(event)
             case Answer(request_id=request_id):
                 if stream := self._streams.get(request_id):

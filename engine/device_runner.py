@@ -22,7 +22,7 @@ from engine.ops.sample import HAS_MASK, MUST_END
 from engine.ops.sample_table import MIN_TEMPERATURE
 from engine.request import TokenLogprob
 from engine.sampler import has_penalties
-from engine.scheduler import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
+from engine.scheduler import Chunk, Outcome, RequestState, RequestStatus, Schedule, SnapshotCopy
 from engine.tier_copy import TierCopier
 
 # requests of one decode pass, and rows: more are multiplied by other kernels
@@ -222,7 +222,9 @@ class DeviceRunner:
         for readback in readbacks:
             for state, outcome in zip(readback.states, readback.outcomes(), strict=True):
                 outcomes.append(self._as_verified(state, outcome))
-                if matcher := self._constraints.get(state.request.request_id):
+                # after an abort the id may stand for another request already
+                is_there = state.status is RequestStatus.RUNNING
+                if is_there and (matcher := self._constraints.get(state.request.request_id)):
                     matcher.advance(outcome.token_ids)
         return outcomes
 

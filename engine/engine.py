@@ -49,6 +49,8 @@ class EngineCore:
         except QueueFullError:
             self._constraints.remove(request.request_id)
             raise
+        # whoever gives an id again has no ear for what it stood for before
+        self._aborted = [event for event in self._aborted if event.request_id != request.request_id]
 
     def abort(self, request_id: str) -> None:
         """What the request held is free at once; its last event comes with the next step."""

@@ -123,6 +123,11 @@ async def aborts(client):
         reasons.append(event.finish_reason)
         await client.abort("aborted")
     assert reasons[-1] == "abort"
+    await client.submit(request("again", [1, 2], max_tokens=900))
+    await client.abort("again")
+    await client.submit(request("again", [1, 2], max_tokens=3))
+    events = [event async for event in client.stream("again")]
+    assert (sum(len(event.token_ids) for event in events), events[-1].finish_reason) == (3, "length")
     assert len(reasons) < 20
     await client.abort("aborted")
     await client.abort("unknown")

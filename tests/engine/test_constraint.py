@@ -198,6 +198,18 @@ def test_an_abort_leaves_no_matcher(random_dir):
     assert len(core._constraints) == 0
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_an_aborted_id_may_be_given_again_at_once(core, steps):
+    """A pass in flight still has tokens of the one that it stood for before."""
+    wanted = constrained("a", temperature=1.5, seed=3, max_tokens=40)
+    expected = generate(core, wanted)
+    core.add(constrained("a", prompt=(9, 8, 7, 6), temperature=1.5, seed=4))
+    for _ in range(steps):
+        core.step()
+    core.abort("a")
+    assert generate(core, wanted) == expected
+
+
 def test_a_constraint_that_gives_out_cuts_the_output(core, monkeypatch):
     core.add(constrained("a", temperature=1.0, seed=1))
     core.step()
