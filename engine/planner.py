@@ -454,7 +454,7 @@ def decode_workspace(demand: Demand) -> int:
 
 
 def _staging_bytes(demand: Demand) -> int:
-    """One layer's share of the blocks that are gathered at a time (tier_copy): as it lies there, in order, and joined."""
+    """One layer's share of the blocks that are gathered at a time (tier_copy): as it lies, in order, and joined."""
     return 3 * STAGED_BLOCKS * BLOCK_SIZE * kv_token_bytes(demand) if demand.host_cache_bytes else 0
 
 
