@@ -50,7 +50,10 @@ class Agent:
         text = (SCRIPTS / self.script).read_text()
         for name, value in {"@NAME@": self.name, "@HOME@": str(project), "@ANSWER@": answer}.items():
             text = text.replace(name, value)
-        return [json.loads(line) for line in text.splitlines()]
+        lines = [json.loads(line) for line in text.splitlines()]
+        reads, writes = (line["output"] for line in lines[:2])
+        both = reads + "\n" + writes.partition("</think>\n\n")[2]
+        return [{"when": f"Both of {self.name}:", "output": both}, *lines]
 
     def run(self, work: Path, url: str, task: str | None = None) -> subprocess.CompletedProcess:
         """Returns when it has ended; what it left running is ended too."""

@@ -192,6 +192,16 @@ def test_agent_finishes_its_task(stack, work, agent):
         assert later.cached == earlier.prompt // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_agent_makes_two_calls_of_one_answer(stack, work, agent):
+    (agent.project(work) / "bird.py").unlink(missing_ok=True)
+    _, exchanges = run(agent, stack, work, f"Both of {agent.name}: read notes.txt and write bird.py at once.")
+    assert (agent.project(work) / "bird.py").read_text() == ANSWER
+    assert len(exchanges) == 2
+    first, second = (told(exchange)[1] for exchange in exchanges)
+    assert second.cached == first.prompt // BLOCK * BLOCK
+
+
 def test_codex_calls_functions_in_namespaces(stack, work):
     _, exchanges = run(CODEX_EXEC, stack, work, f"Ending of {CODEX_EXEC.name}: close the other agent.")
     call, output = exchanges[1].request.json["input"][-2:]
