@@ -6,14 +6,14 @@ import torch
 
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.ops.expert_choice import expert_choice
 from engine.ops.quantize_rows import QuantizedRows, quantize_rms_norm, quantize_rows, quantize_silu_mul
 from engine.ops.quantized_embedding import quantized_embedding
 from engine.ops.quantized_experts import QuantizedExperts, quantized_experts
 from engine.ops.quantized_grouped import quantized_grouped_experts
 from engine.ops.quantized_linear import quantized_linear
-from engine.ops.quantized_matmul import quantized_matmul, quantized_swiglu
+from engine.ops.quantized_matmul import quantized_matmul, quantized_mlp
 from engine.ops.quantized_weight import QuantizedWeight
-from engine.ops.route import route
 from engine.ops.router_logits import router_logits
 
 
@@ -69,7 +69,7 @@ class QuantizedMlp:
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         if is_prompt:
-            return quantized_matmul(quantized_swiglu(norm(x), self.gate_up), self.down, x.dtype, residual=x)
+            return quantized_mlp(norm(x), self.gate_up, self.down, x.dtype, residual=x)
         inner = quantized_linear(_rounded(x, norm), [self.gate_up], torch.float32)
         return quantized_linear(quantize_silu_mul(inner), [self.down], x.dtype, residual=x)
 
@@ -89,9 +89,7 @@ class QuantizedMoe:
         return quantized_experts(rows, logits, self.experts, self.num_chosen, x.dtype, residual=x)
 
     def _of_prompt(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        logits = self.router(normed).float()
-        chosen, weights = route(logits[:, :-1], self.num_chosen)
-        weights = torch.cat([weights, torch.sigmoid(logits[:, -1:])], dim=-1)
+        chosen, weights = expert_choice(self.router(normed), self.num_chosen)
         return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
 
 

@@ -10,12 +10,13 @@ from engine.ops.quantized_matmul import (
     MatmulShape,
     in_order_of,
     launch_matmul,
-    quantized_matmul,
-    quantized_matmul_reference,
-    quantized_swiglu,
-    quantized_swiglu_reference,
+    quantized_mlp_reference,
+    quantized_mlp_triton,
     shape_of,
 )
+
+# places that a program looks at together
+LISTED = 2048
 
 
 def quantized_grouped_experts(
@@ -31,7 +32,7 @@ def quantized_grouped_experts(
     The last j is the shared expert. Activations are not rounded to 8 bits, unlike in quantized_experts.
 
     x         [rows, hidden] bf16
-    chosen    [rows, num_chosen] int64
+    chosen    [rows, num_chosen] int32 or int64
     weights   [rows, num_chosen + 1] fp32
     residual  [rows, hidden]
     return    [rows, hidden]  of dtype
@@ -60,7 +61,7 @@ def quantized_grouped_experts_reference(
 
 
 def _expert_reference(x: torch.Tensor, gate_up, down, wide: torch.dtype) -> torch.Tensor:
-    return quantized_matmul_reference(quantized_swiglu_reference(x, gate_up), down, wide)
+    return quantized_mlp_reference(x, gate_up, down, wide)
 
 
 def quantized_grouped_experts_triton(
@@ -77,13 +78,17 @@ def quantized_grouped_experts_triton(
     shape = shape or shape_of(x.device, chosen.numel() // num_experts, is_paired=True)
     order, blocks = expert_blocks(chosen, num_experts, shape.block_m)
     inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
+    ordered = in_order_of(experts.gate_up, x)
     launch_matmul(
-        in_order_of(experts.gate_up, x), experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks,
-        gathers=num_chosen, halves_output=experts.down.bits == 4,
+        ordered, experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks, gathers=num_chosen,
+        halves_output=experts.down.bits == 4,
     )  # fmt: skip
     outputs = torch.empty(chosen.numel(), experts.down.rows, dtype=x.dtype, device=x.device)
     launch_matmul(inner, experts.down, outputs, shape, order=order, blocks=blocks, scatters=True)
-    shared = quantized_matmul(quantized_swiglu(x, experts.shared_gate_up), experts.shared_down, x.dtype)
+    is_same_order = experts.shared_gate_up.bits == experts.gate_up.bits
+    shared = quantized_mlp_triton(
+        x, experts.shared_gate_up, experts.shared_down, x.dtype, ordered=ordered if is_same_order else None
+    )
     y = torch.empty(len(x), experts.down.rows, dtype=dtype, device=x.device)
     combine_experts_kernel[(len(x), triton.cdiv(y.shape[1], 1024))](
         outputs, shared, weights, y if residual is None else residual, y, y.shape[1],
@@ -99,16 +104,42 @@ def expert_blocks(chosen: torch.Tensor, num_experts: int, block_rows: int) -> tu
     return  order [rows * num_chosen] int32; blocks [n, 3] int32: expert, first and end within that order. n depends
             on shapes alone; blocks that are not needed are empty
     """
-    flat = chosen.flatten()
-    experts, order = flat.to(torch.int16).sort(stable=True)
-    bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int16, device=flat.device))
-    counts = (bounds.diff() + block_rows - 1) // block_rows
-    ends = counts.cumsum(0)
-    block = torch.arange(min(flat.numel(), flat.numel() // block_rows + num_experts), device=flat.device)
-    expert = torch.searchsorted(ends, block, right=True).clamp_(max=num_experts - 1)
-    # beyond the last block of the last expert the start lies behind the end
-    first = bounds[expert] + (block - (ends - counts)[expert]) * block_rows
-    return order.int(), torch.stack([expert, first, bounds[expert + 1]], dim=1).int()
+    count, device = chosen.numel(), chosen.device
+    assert chosen.is_contiguous()
+    order = torch.empty(count, dtype=torch.int32, device=device)
+    blocks = torch.empty(count // block_rows + num_experts, 3, dtype=torch.int32, device=device)
+    expert_blocks_kernel[(num_experts,)](
+        chosen, order, blocks, count, block_rows, BLOCK=LISTED,
+        **({} if is_interpreted() else {"num_warps": 8}),
+    )  # fmt: skip
+    return order, blocks
+
+
+@triton.jit(do_not_specialize=["count", "block_rows"])
+def expert_blocks_kernel(chosen_ptr, order_ptr, blocks_ptr, count, block_rows, BLOCK: tl.constexpr):
+    """One expert. Those before it, with `first` places, need at most first // block_rows blocks and one more each: so
+    no two experts' blocks meet, whatever the others chose."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    own = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < count, other=2147483647)
+        before += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    first = tl.sum(before, axis=0)
+    end = first + tl.sum(own, axis=0)
+    place = first
+    for start in range(0, count, BLOCK):
+        chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < count, other=2147483647)
+        is_own = (chosen == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(is_own, axis=0) - 1, start + lane, mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
+    for block in range(first // block_rows, end // block_rows + 1):
+        target = blocks_ptr + 3 * (block + expert)
+        tl.store(target, expert)
+        tl.store(target + 1, first + (block - first // block_rows) * block_rows)
+        tl.store(target + 2, end)
 
 
 @triton.jit

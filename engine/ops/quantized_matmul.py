@@ -41,16 +41,24 @@ def quantized_matmul(
     return quantized_matmul_reference(x, weight, dtype, residual)
 
 
-def quantized_swiglu(x: torch.Tensor, gate_up: QuantizedWeight) -> torch.Tensor:
-    """y = silu(gate x) * up x
+def quantized_mlp(
+    x: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = (silu(gate x) * up x) down^T (+ residual), what stands between the products in the type of x
 
-    x        [rows, columns] bf16
-    gate_up  [2 * width, columns]  gate above up, width a multiple of 16
-    return   [rows, width]  dtype of x
+    x         [rows, columns] bf16
+    gate_up   [2 * width, columns]  gate above up, width a multiple of 64
+    down      [outputs, width]
+    residual  [rows, outputs]
+    return    [rows, outputs]  of dtype
     """
     if x.is_cuda:
-        return quantized_swiglu_triton(x, gate_up)
-    return quantized_swiglu_reference(x, gate_up)
+        return quantized_mlp_triton(x, gate_up, down, dtype, residual)
+    return quantized_mlp_reference(x, gate_up, down, dtype, residual)
 
 
 def quantized_matmul_reference(
@@ -61,10 +69,15 @@ def quantized_matmul_reference(
     return (y if residual is None else y + residual.to(wide)).to(dtype)
 
 
-def quantized_swiglu_reference(x: torch.Tensor, gate_up: QuantizedWeight) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gate, up = quantized_matmul_reference(x, gate_up, wide).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+def quantized_mlp_reference(
+    x: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    gate, up = quantized_matmul_reference(x, gate_up, torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return quantized_matmul_reference((F.silu(gate) * up).to(x.dtype), down, dtype, residual)
 
 
 def quantized_matmul_triton(
@@ -80,13 +93,24 @@ def quantized_matmul_triton(
     return y
 
 
-def quantized_swiglu_triton(
-    x: torch.Tensor, gate_up: QuantizedWeight, shape: MatmulShape | None = None
+def quantized_mlp_triton(
+    x: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    y = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
+    """ordered  x in the order of gate_up, where the caller has it already"""
+    assert residual is None or residual.is_contiguous()
+    inner = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
+    # written as the second product reads it
     launch_matmul(
-        in_order_of(gate_up, x), gate_up, y, shape or shape_of(x.device, len(x), is_paired=True), is_swiglu=True
-    )
+        in_order_of(gate_up, x) if ordered is None else ordered, gate_up, inner,
+        shape_of(x.device, len(x), is_paired=True), is_swiglu=True, halves_output=down.bits == 4,
+    )  # fmt: skip
+    y = torch.empty(len(x), down.rows, dtype=dtype, device=x.device)
+    launch_matmul(inner, down, y, shape_of(x.device, len(x)), residual=residual)
     return y
 
 

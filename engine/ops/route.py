@@ -30,7 +30,7 @@ def ordered_keys(logits_ptr, experts, BLOCK: tl.constexpr):
         column = tl.arange(0, 32) + 32 * i
         # past the first cache, which may hold what stood there for another layer
         logits = tl.load(logits_ptr + column, mask=column < experts, other=0.0, cache_modifier=".cg")
-        bits = logits.to(tl.int32, bitcast=True)
+        bits = logits.to(tl.float32).to(tl.int32, bitcast=True)
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         keys = keys + (tl.where(column < experts, key, -2147483648),)
     return keys

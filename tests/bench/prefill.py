@@ -33,7 +33,7 @@ from engine.ops.quantized_matmul import (  # noqa: E402
     MatmulShape,
     quantized_matmul_reference,
     quantized_matmul_triton,
-    quantized_swiglu_triton,
+    quantized_mlp_triton,
 )
 from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
 
@@ -114,7 +114,8 @@ def main():
     timed("experts, 64 rows", lambda: quantized_grouped_experts_triton(
         x[:64], chosen[:64], weights[:64], experts, torch.bfloat16), flops * 64 / rows, found)  # fmt: skip
     timed("order of the experts", lambda: expert_blocks(chosen, EXPERTS, 128), 0, found)
-    timed("shared swiglu", lambda: quantized_swiglu_triton(x, experts.shared_gate_up), 4 * rows * HIDDEN * WIDTH, found)
+    timed("shared expert", lambda: quantized_mlp_triton(
+        x, experts.shared_gate_up, experts.shared_down, torch.bfloat16), 6 * rows * HIDDEN * WIDTH, found)  # fmt: skip
     print("relative errors", {name: f"{error:.1e}" for name, error in checks.items()})
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     about = {

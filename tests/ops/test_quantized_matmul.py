@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_grouped import (
+    LISTED,
     expert_blocks,
+    expert_blocks_kernel,
     quantized_grouped_experts_reference,
     quantized_grouped_experts_triton,
 )
@@ -16,8 +18,8 @@ from engine.ops.quantized_matmul import (
     quantized_matmul_kernel,
     quantized_matmul_reference,
     quantized_matmul_triton,
-    quantized_swiglu_reference,
-    quantized_swiglu_triton,
+    quantized_mlp_reference,
+    quantized_mlp_triton,
 )
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
 from tests.ops.conftest import assert_matches
@@ -25,7 +27,7 @@ from tests.ops.kernels import IS_INTERPRETED, both, needs_kernels
 from tests.ops.targets import SHARED_MEMORY, compiled
 
 MATMULS = both(quantized_matmul_reference, quantized_matmul_triton)
-SWIGLUS = both(quantized_swiglu_reference, quantized_swiglu_triton)
+MLPS = both(quantized_mlp_reference, quantized_mlp_triton)
 GROUPED = both(quantized_grouped_experts_reference, quantized_grouped_experts_triton)
 BITS = pytest.mark.parametrize("bits", [4, 8])
 # products of bf16 round weights and activations; the interpreter multiplies in fp32
@@ -60,12 +62,15 @@ def test_matches_oracle(implementation, bits, rows, outputs, columns, device):
     close(implementation(x, weight, DTYPE, residual), exact + residual.double())
 
 
-@pytest.mark.parametrize("implementation", SWIGLUS)
-@BITS
-def test_swiglu_matches_oracle(implementation, bits, device):
-    gate_up = matrix(bits, 96, 64, device=device)
-    x = torch.randn(5, 64, device=device, dtype=DTYPE)
-    close(implementation(x, gate_up), exact_swiglu(x, gate_up))
+@pytest.mark.parametrize("implementation", MLPS)
+@pytest.mark.parametrize("bits, down_bits", [(4, 4), (8, 4), (4, 8)])
+def test_mlp_matches_oracle(implementation, bits, down_bits, device):
+    """What lies between the products is written in the order in which the second one reads it."""
+    gate_up, down = matrix(bits, 128 * 2, 64, device=device), matrix(down_bits, 80, 128, device=device)
+    x, residual = (torch.randn(5, width, device=device, dtype=DTYPE) for width in (64, 80))
+    exact = exact_swiglu(x, gate_up) @ dequantize_weight(down).double().T
+    close(implementation(x, gate_up, down, DTYPE), exact)
+    close(implementation(x, gate_up, down, DTYPE, residual), exact + residual.double())
 
 
 @pytest.mark.parametrize("implementation", MATMULS)
@@ -76,12 +81,12 @@ def test_rows_may_lie_apart(implementation, device):
     assert torch.equal(implementation(part, weight, DTYPE), implementation(part.contiguous(), weight, DTYPE))
 
 
-def example(rows, device, num_experts=5, num_chosen=2):
+def example(rows, device, num_experts=5, num_chosen=2, shared_bits=8):
     experts = QuantizedExperts(
         gate_up=matrix(4, num_experts, 64 * 2, 64, device=device),
         down=matrix(4, num_experts, 64, 64, device=device),
-        shared_gate_up=matrix(8, 128, 64, device=device),
-        shared_down=matrix(8, 64, 64, device=device),
+        shared_gate_up=matrix(shared_bits, 128, 64, device=device),
+        shared_down=matrix(shared_bits, 64, 64, device=device),
     )
     chosen = torch.stack([torch.randperm(num_experts, device=device)[:num_chosen] for _ in range(rows)])
     return experts, chosen, torch.rand(rows, num_chosen + 1, device=device)
@@ -98,9 +103,9 @@ def naive(x, chosen, weights, experts):
 
 
 @pytest.mark.parametrize("implementation", GROUPED)
-@pytest.mark.parametrize("rows", [1, 40])
-def test_experts_match_naive_sum(implementation, rows, device):
-    experts, chosen, weights = example(rows, device)
+@pytest.mark.parametrize("rows, shared_bits", [(1, 8), (40, 8), (3, 4)])
+def test_experts_match_naive_sum(implementation, rows, shared_bits, device):
+    experts, chosen, weights = example(rows, device, shared_bits=shared_bits)
     x = torch.randn(rows, 64, device=device, dtype=DTYPE)
     residual = torch.randn(rows, 64, device=device, dtype=DTYPE)
     exact = naive(x, chosen, weights, experts)
@@ -116,12 +121,15 @@ def test_all_rows_choose_one_expert(device):
     close(actual, naive(x, chosen, weights, experts))
 
 
-@pytest.mark.parametrize("rows, block_rows", [(1, 16), (7, 2), (64, 16)])
-def test_blocks_cover_every_row_once(rows, block_rows):
-    _, chosen, _ = example(rows, "cpu")
+@needs_kernels
+@pytest.mark.parametrize("rows, block_rows, most", [(1, 16, 5), (7, 2, 5), (64, 16, 5), (64, 16, 2), (1100, 64, 5)])
+def test_blocks_cover_every_row_once(rows, block_rows, most, device):
+    """most  experts that are chosen at all; more rows than a program looks at together"""
+    chosen = torch.stack([torch.randperm(most, device=device)[:2] for _ in range(rows)])
     order, blocks = expert_blocks(chosen, 5, block_rows)
     found = [place for expert, first, end in blocks.tolist() for place in range(first, min(end, first + block_rows))]
     assert sorted(found) == list(range(chosen.numel()))
+    assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
     for expert, first, end in blocks.tolist():
         places = order[first : min(end, first + block_rows)].long()
         assert (chosen.flatten()[places] == expert).all()
@@ -148,4 +156,12 @@ def test_compiles_within_shared_memory(capability, is_swiglu):
         "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "HALVES_OUTPUT": is_swiglu, "INTERPRETED": False,
     }  # fmt: skip
     made = compiled(quantized_matmul_kernel, capability, types, constants, shape.num_warps)
+    assert made.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("capability", [86, 90])
+def test_the_order_of_experts_compiles(capability):
+    types = {f"{name}_ptr": "*i32" for name in ("chosen", "order", "blocks")} | {"count": "i32", "block_rows": "i32"}
+    made = compiled(expert_blocks_kernel, capability, types, {"BLOCK": LISTED}, num_warps=8)
     assert made.metadata.shared <= SHARED_MEMORY[capability]
