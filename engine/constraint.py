@@ -6,6 +6,7 @@ where a free text ends, so that the text itself stays free.
 
 import hashlib
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ from engine.request import Constraint, Request, ThoughtLimit
 TOKENIZER_FILE = "tokenizer.json"
 
 log = logging.getLogger("longlane.engine")
+
+# numbered lines, from two before the place on
+_COPY_OF_GRAMMAR = re.compile(r"\n *[0-9]+ \|")
 
 
 # the engine compiles between two steps, and everybody waits: a grammar of this size takes it about a tenth of a second
@@ -80,7 +84,7 @@ def _refusal(grammar: str) -> str:
 
 def _first_lines(message: str) -> str:
     """The message without its place in, and its copy of, the grammar, which the client did not write."""
-    text = message.partition("\n   1 |")[0]
+    text = _COPY_OF_GRAMMAR.split(message, maxsplit=1)[0]
     return text.partition("failed to compile JSON schema: ")[2] or text
 
 
