@@ -32,17 +32,17 @@ def open_part(turn: Mapping[str, Any], has_tools: bool, options: Mapping[str, An
     """
     content, thought = turn["content"], turn.get("reasoning_content", "")
     if turn["role"] != "assistant":
-        raise _refused(f"the last message is of role {turn['role']}; only one of role assistant can go on")
+        raise _refused(f"it is of role {turn['role']}, and only one of role assistant can")
     if turn.get("tool_calls"):
-        raise _refused("the last message ends with tool calls, which are complete; send their results instead")
+        raise _refused("it ends with tool calls, which are complete; send their results instead")
     if content.lstrip().startswith(OPEN) and CLOSE not in content:
-        raise _refused(f"the content begins with {OPEN}; send an open thought as reasoning_content")
+        raise _refused(f"its content begins with {OPEN}; send an open thought as reasoning_content")
     if has_tools and content.rfind(CALL) > content.rfind(END_CALL):
-        raise _refused("the content ends inside a tool call; end it before the call")
+        raise _refused("its content ends inside a tool call; end it before the call")
     if not content and not thought:
-        raise _refused("the last message is empty; leave it out, and the field too")
+        raise _refused("it is empty; leave it out, and the field too")
     if not content and options.get("enable_thinking") is False:
-        raise _refused("the last message ends inside a thought, but enable_thinking is false")
+        raise _refused("it ends inside a thought, but enable_thinking is false")
     return "content" if content else "reasoning_content"
 
 
@@ -50,8 +50,8 @@ def check_form(wants_form: bool, ending: Ending, starts_in_thought: bool) -> Non
     """A form is enforced from the first character of an answer on. raises BadRequestError"""
     if wants_form and ending == "last message" and not starts_in_thought:
         raise _refused(
-            "the last message has content already, so response_format and tool_choice can no longer decide its form; "
-            "leave them out"
+            "it has content already, whose form can no longer be decided; leave out response_format or output_config, "
+            "and a tool_choice that asks for a call"
         )
 
 
@@ -61,4 +61,4 @@ def with_end(turns: Sequence[dict[str, Any]], part: str, end: str) -> list[dict[
 
 
 def _refused(reason: str) -> BadRequestError:
-    return BadRequestError(f"{FIELD}: {reason}.", param=FIELD)
+    return BadRequestError(f"The last message cannot go on: {reason}.", param=FIELD)

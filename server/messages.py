@@ -14,6 +14,7 @@ from server.answer import Answer, start_answer
 from server.answers import AnsweredMessage, MessagesUsage
 from server.auth import Caller
 from server.choice import Delta
+from server.continuation import Ending, check_form
 from server.errors import BadRequestError, UnsupportedError, body_for, from_exception
 from server.grammar import (
     AnswerForm,
@@ -29,7 +30,8 @@ from server.http import json_response, read_json
 from server.messages_protocol import MessagesRequest, chat_messages, function_tools
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
-from server.prompt import Prompt, arguments
+from server.prompt import MESSAGES, Prompt, arguments
+from server.protocol import ChatMessage
 from server.reasoning import Reasoning
 from server.sampling import OutputLimit, check_ranges, sampling_for, stop_strings
 from server.serving import Serving
@@ -93,7 +95,18 @@ def _prepare(body: MessagesRequest, model: ServedModel) -> tuple[Prompt, TextRul
     form = _form(body, functions)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     options = model.prompts.options(None, None, thinks)
-    return model.prompts.chat(chat_messages(body), tools, options), _rules(body, functions, model), form
+    turns = chat_messages(body)
+    ending = _ending(turns, thinks)
+    prompt = model.prompts.chat(turns, tools, options, MESSAGES, ending)
+    check_form(form is not None, ending, prompt.starts_in_thought)
+    return prompt, _rules(body, functions, model), form
+
+
+def _ending(turns: Sequence[ChatMessage], thinks: bool) -> Ending:
+    """A text of the assistant at the end is the beginning of the answer, unless a thought has to come first."""
+    last = turns[-1] if turns else None
+    is_begun = last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
+    return "last message" if is_begun and not thinks else "answer"
 
 
 def _tools(body: MessagesRequest) -> list[dict[str, Any]]:

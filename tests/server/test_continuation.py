@@ -128,3 +128,46 @@ def test_tokenize_counts_the_same_prompt(counting):
     assert "".join(counting.post(body, "/tokenize").json()["token_strs"]).endswith("\n\nOne, two")
     usage = counting.post({**body, "max_tokens": 1}).json()["usage"]
     assert counting.post(body, "/tokenize").json()["count"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize("content", ["One, two", [{"type": "text", "text": "One,"}, {"type": "text", "text": " two"}]])
+def test_messages_go_on_from_a_last_message_of_the_assistant(counting, content):
+    body = {"model": NAME, "max_tokens": 50, "messages": [{"role": "user", "content": "twice"}, assistant(content)]}
+    answer = counting.post(body, "/v1/messages").json()
+    assert answer["content"] == [{"type": "text", "text": ", three <think>four</think>"}]
+    count = counting.post(body, "/v1/messages/count_tokens").json()["input_tokens"]
+    assert count == answer["usage"]["input_tokens"] == counting.post(body | CONTINUED, "/tokenize").json()["count"]
+
+
+def test_messages_begin_anew_where_a_thought_comes_first_or_calls_end_the_last(counting):
+    def count(turn, **fields):
+        body = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": "twice"}, turn, *fields.pop("then", [])],
+            **fields,
+        }
+        return counting.post(body, "/v1/messages/count_tokens").json()["input_tokens"]
+
+    call = {"type": "tool_use", "id": "a", "name": "get_time", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": ""}]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert count(assistant("x"), thinking=thinking) > count(assistant("x"))
+    assert count(assistant([{"type": "text", "text": "x"}, call]), then=[result]) > count(assistant([call])) > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}},
+    ],
+)
+def test_messages_cannot_begin_and_ask_for_a_form(counting, fields):
+    body = {
+        "model": NAME,
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": "twice"}, assistant("{")],
+        **fields,
+    }
+    error = counting.post(body, "/v1/messages")
+    assert error.status_code == 400 and "cannot go on" in error.json()["error"]["message"]
