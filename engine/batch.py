@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from config.engine import BLOCK_SIZE
@@ -32,6 +33,7 @@ class ForwardBatch:
     What follows is known on the host, so that nothing has to wait for the device:
     num_rows        rows of each request
     max_context     no context is longer; what is launched for a pass may depend on it, results may not
+    folds           whether num_accepted may be other than zero
     """
 
     token_ids: torch.Tensor
@@ -45,6 +47,7 @@ class ForwardBatch:
     commits: bool
     num_rows: tuple[int, ...]
     max_context: int
+    folds: bool = True
 
     @property
     def last_rows(self) -> list[int]:
@@ -90,14 +93,20 @@ class BlockTables:
 
 def to_device(values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A copy on the device that waits for nothing that runs there."""
-    host = torch.as_tensor(values, dtype=dtype)
+    host = _on_host(values, dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def copy_in(target: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
     """Likewise, into memory that is there."""
-    host = torch.as_tensor(values, dtype=target.dtype)
+    host = _on_host(values, target.dtype)
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def _on_host(values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # torch takes the sequence of a chunk's tokens apart several times as slowly
+    given = values if isinstance(values, torch.Tensor) else np.array(values, dtype=np.int64)
+    return torch.as_tensor(given, dtype=dtype)
 
 
 def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool) -> ForwardBatch:
@@ -105,11 +114,11 @@ def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool)
     num_rows = tuple(len(r.token_ids) for r in rows)
     num_blocks = max(-(-r.end // BLOCK_SIZE) for r in rows)
 
-    def put(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def put(values: Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return to_device(values, dtype, tables.ids.device)
 
-    positions = put([p for r in rows for p in range(r.start, r.end)])
-    owners = put([i for i, r in enumerate(rows) for _ in r.token_ids])
+    positions = put(torch.cat([torch.arange(r.start, r.end) for r in rows]))
+    owners = put(torch.arange(len(rows)).repeat_interleave(torch.tensor(num_rows)))
     slots = put([r.slot for r in rows])
     block_tables = tables.ids[:, :num_blocks].index_select(0, slots)
     return ForwardBatch(
@@ -124,4 +133,5 @@ def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool)
         commits=commits,
         num_rows=num_rows,
         max_context=max(r.end for r in rows),
+        folds=any(r.num_accepted for r in rows),
     )

@@ -50,7 +50,8 @@ class GatedDeltaNet:
     def _prefill(self, projected: torch.Tensor, rows: Rows, memory: DeltaState) -> torch.Tensor:
         weights, where = self._weights(), (rows.state_slots, rows.query_starts, rows.num_rows)
         mixed, z, a, b = weights.split(projected)
-        gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
+        if rows.folds:
+            gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
         convolved, norms = causal_conv_heads(
             mixed, self.conv, memory.inputs, *where, unit_heads=2 * self.key_heads, dim=self.key_dim
         )

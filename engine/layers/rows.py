@@ -19,6 +19,7 @@ class Rows:
     commits       whether the rows advance the Gated DeltaNet state at once
     num_rows      rows of each request, known on the host
     max_context   no context is longer
+    folds         whether num_accepted may be other than zero
     """
 
     cos: torch.Tensor
@@ -32,3 +33,4 @@ class Rows:
     commits: bool
     num_rows: tuple[int, ...]
     max_context: int
+    folds: bool

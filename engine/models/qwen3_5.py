@@ -102,6 +102,7 @@ class Qwen3_5:
             commits=batch.commits,
             num_rows=batch.num_rows,
             max_context=batch.max_context,
+            folds=batch.folds,
         )
 
 
