@@ -77,6 +77,7 @@ def load_engine(
     checkpoint_dir = resolve_checkpoint(config.model)
     if is_ahead is None:
         is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
+    is_lent = host_file is not None
     host_file = _host_file(config, host_file)
     budget = _budget(config, device, held_bytes(host_file))
     codec = choose_codec(config.kv_codec, device, dtype)
@@ -107,6 +108,9 @@ def load_engine(
     with timed("caches and passes"):
         caches = _build_caches(config, model, demand, key, host_file, device, dtype)
         runner = build(config, model, demand, info, constraints, caches)
+    if host_file is not None and not is_lent:
+        # its map holds it from here on
+        os.close(host_file)
     scheduler = _build_scheduler(
         config, demand, info, key, reuses_decoded, caches.tiers, MAX_REQUESTS if is_ahead else None
     )

@@ -1,5 +1,6 @@
 """What the device has given up comes back from host memory and disk, and changes nothing but time."""
 
+import gc
 import os
 import random
 import time
@@ -207,6 +208,24 @@ def test_an_aborted_prompt_is_kept_outside_too(checkpoint_dirs, texts):
     finish(core, request("b", texts[1]))
     assert finish(core, request("a", texts[0], max_tokens=6)).num_cached_tokens == 256
     assert core.stats().num_host_tokens == 256
+
+
+def test_memory_that_nobody_lent_is_held_once(checkpoint_dirs):
+    """By its map alone, which ends with the engine."""
+
+    def count():
+        return sum("longlane-host-cache" in os.readlink(f"/proc/self/fd/{name}") for name in fds())
+
+    # of engines that other tests have left
+    gc.collect()
+    before = count()
+    core = engine(checkpoint_dirs[DENSE], **SMALL)
+    assert count() == before + 1
+    tiers_of(core).close()
+
+
+def fds():
+    return [name for name in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{name}")]
 
 
 def test_a_slab_too_small_for_a_prompt_is_gone_without(checkpoint_dirs, texts):
