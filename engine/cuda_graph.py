@@ -19,9 +19,11 @@ class CaptureError(RuntimeError):
 
 
 class GraphPasses:
-    """Replays. What a replay leaves is valid until the next one of the same graph.
+    """Replays. What a replay leaves is valid until the next one, but for the rows that a forward pass leaves to the
+    sampling after it.
 
-    All graphs share one pool of memory: they run one after another, on one stream.
+    All graphs share one pool of memory: they run one after another, on one stream, and what one of them uses on its way
+    may be where another, captured later, leaves its results.
     """
 
     def __init__(

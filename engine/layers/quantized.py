@@ -42,13 +42,10 @@ class QuantizedLinear:
         residual  only where there is one matrix
         """
         if is_prompt:
-            return self._of_prompt(norm(x) if norm else x, residual)
+            x = norm(x) if norm else x
+            return quantized_matmul(x, self.weights, self.dtype or x.dtype, residual)
         like = residual if isinstance(x, QuantizedRows) else x
         return quantized_linear(_rounded(x, norm), self.weights, self.dtype or like.dtype, residual)
-
-    def _of_prompt(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        parts = [quantized_matmul(x, weight, self.dtype or x.dtype, residual) for weight in self.weights]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

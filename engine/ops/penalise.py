@@ -33,9 +33,12 @@ class TokenCounts:
 
     def begin(self, slot: int, prompt_token_ids: Sequence[int]) -> None:
         """Forgets the slot's last request."""
-        self.counts[slot] = 0
-        self.in_prompt[slot] = False
-        self.in_prompt[slot, torch.tensor(prompt_token_ids, device=self.in_prompt.device)] = True
+        ids = torch.tensor(prompt_token_ids)
+        if self.in_prompt.is_cuda:
+            # pinned, so that the host does not wait for what runs on the device
+            ids = ids.pin_memory().to(self.in_prompt.device, non_blocking=True)
+        self.counts[slot].zero_()
+        self.in_prompt[slot].zero_().index_fill_(0, ids, True)
 
 
 def penalise(

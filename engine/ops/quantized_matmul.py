@@ -3,6 +3,7 @@
 # Triton compiles plain branches
 # ruff: noqa: SIM108
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +29,18 @@ class MatmulShape:
 
 
 def quantized_matmul(
-    x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: torch.Tensor, weights: Sequence[QuantizedWeight], dtype: torch.dtype, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y = x W^T (+ residual), for prompts: x is not rounded, unlike in quantized_linear
 
     x         [rows, columns] bf16
+    weights   matrices that stand one above the other
     residual  [rows, outputs]
     return    [rows, outputs]  of dtype; products of bf16, sums in fp32
     """
     if x.is_cuda:
-        return quantized_matmul_triton(x, weight, dtype, residual)
-    return quantized_matmul_reference(x, weight, dtype, residual)
+        return quantized_matmul_triton(x, weights, dtype, residual)
+    return quantized_matmul_reference(x, weights, dtype, residual)
 
 
 def quantized_mlp(
@@ -62,10 +64,10 @@ def quantized_mlp(
 
 
 def quantized_matmul_reference(
-    x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: torch.Tensor, weights: Sequence[QuantizedWeight], dtype: torch.dtype, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = F.linear(x.to(wide), dequantize_weight(weight).to(wide))
+    y = F.linear(x.to(wide), torch.cat([dequantize_weight(weight) for weight in weights]).to(wide))
     return (y if residual is None else y + residual.to(wide)).to(dtype)
 
 
@@ -76,20 +78,23 @@ def quantized_mlp_reference(
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    gate, up = quantized_matmul_reference(x, gate_up, torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return quantized_matmul_reference((F.silu(gate) * up).to(x.dtype), down, dtype, residual)
+    gate, up = quantized_matmul_reference(x, [gate_up], torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return quantized_matmul_reference((F.silu(gate) * up).to(x.dtype), [down], dtype, residual)
 
 
 def quantized_matmul_triton(
     x: torch.Tensor,
-    weight: QuantizedWeight,
+    weights: Sequence[QuantizedWeight],
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
     shape: MatmulShape | None = None,
 ) -> torch.Tensor:
-    y = torch.empty(len(x), weight.rows, dtype=dtype, device=x.device)
-    assert residual is None or residual.is_contiguous()
-    launch_matmul(in_order_of(weight, x), weight, y, shape or shape_of(x.device, len(x)), residual=residual)
+    y = torch.empty(len(x), sum(weight.rows for weight in weights), dtype=dtype, device=x.device)
+    shape, first = shape or shape_of(x.device, len(x)), 0
+    for weight in weights:
+        part = y[:, first : first + weight.rows]
+        launch_matmul(in_order_of(weight, x), weight, part, shape, residual=residual)
+        first += weight.rows
     return y
 
 
@@ -102,7 +107,6 @@ def quantized_mlp_triton(
     ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """ordered  x in the order of gate_up, where the caller has it already"""
-    assert residual is None or residual.is_contiguous()
     inner = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
     # written as the second product reads it
     launch_matmul(
@@ -159,13 +163,15 @@ def launch_matmul(
 ) -> None:
     """Of one matrix, or of a stack of them with `blocks` [n, 3] int32: matrix, first row and end of its rows.
 
-    x              its columns as `in_order_of` has them
+    x         its columns as `in_order_of` has them
+    y         its rows may lie apart where there is no residual
     order     [rows] int32  places of the rows that `blocks` speaks of
     gathers   row p reads x[order[p] // gathers]; 0: x[p]
     scatters  row p writes y[order[p]] and not y[p]
     halves_output  the columns of y stand as `halved` puts them
     """
-    assert x.stride(1) == 1 and y.is_contiguous()
+    assert x.stride(1) == y.stride(1) == 1
+    assert residual is None or (residual.is_contiguous() and y.is_contiguous())
     outputs = weight.rows // 2 if is_swiglu else weight.rows
     assert not is_swiglu or outputs % TILE_ROWS == 0
     # gate and up stand beside each other in a program
@@ -175,7 +181,7 @@ def launch_matmul(
     quantized_matmul_kernel[(triton.cdiv(outputs, block_n), num_blocks)](
         x, weight.words.view(torch.int8), weight.scales, y, y if residual is None else residual,
         x if order is None else order, x if blocks is None else blocks,
-        x.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
+        x.stride(0), y.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
         BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=block_n, NUM_STAGES=shape.num_stages, IS_SWIGLU=is_swiglu,
         HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers, SCATTERS=scatters,
         HALVES_OUTPUT=halves_output, INTERPRETED=is_interpreted(), **options,
@@ -184,7 +190,8 @@ def launch_matmul(
 
 @triton.jit(do_not_specialize=["rows"])
 def quantized_matmul_kernel(
-    x_ptr, bytes_ptr, scales_ptr, y_ptr, residual_ptr, order_ptr, blocks_ptr, x_stride, rows, outputs, groups, tiles,
+    x_ptr, bytes_ptr, scales_ptr, y_ptr, residual_ptr, order_ptr, blocks_ptr, x_stride, y_stride, rows, outputs,
+    groups, tiles,
     BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     IS_SWIGLU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GROUPED: tl.constexpr, GATHERS: tl.constexpr,
     SCATTERS: tl.constexpr, HALVES_OUTPUT: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -234,7 +241,7 @@ def quantized_matmul_kernel(
         column = output
         if HALVES_OUTPUT:
             column = output - output % 64 + (output // 16 % 2) * 32 + (output // 32 % 2) * 16 + output % 16
-        at = target.to(tl.int64)[:, None] * outputs + column[None, :]
+        at = target.to(tl.int64)[:, None] * y_stride + column[None, :]
         mask = held[:, None] & (output < outputs)[None, :]
         acc = tl.trans(acc)
         if HAS_RESIDUAL:

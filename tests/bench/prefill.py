@@ -84,11 +84,11 @@ def main():
     for bits in (4, 8):
         for name, (outputs, columns) in PRODUCTS.items():
             matrix, x = weight(bits, outputs, columns), torch.randn(rows, columns, device="cuda").bfloat16()
-            actual = quantized_matmul_triton(x[:300], matrix, torch.bfloat16)
-            checks[f"{name} {bits}"] = relative(actual, quantized_matmul_reference(x[:300], matrix, torch.float32))
+            actual = quantized_matmul_triton(x[:300], [matrix], torch.bfloat16)
+            checks[f"{name} {bits}"] = relative(actual, quantized_matmul_reference(x[:300], [matrix], torch.float32))
             for shape in SHAPES if bits == 4 else SHAPES[:1]:
                 label = f"{name} {bits} bits {tuple(vars_of(shape))}"
-                timed(label, lambda s=shape, m=matrix, v=x: quantized_matmul_triton(v, m, torch.bfloat16, shape=s),
+                timed(label, lambda s=shape, m=matrix, v=x: quantized_matmul_triton(v, [m], torch.bfloat16, shape=s),
                       2 * rows * outputs * columns, found)  # fmt: skip
             if bits == 4:
                 dense = torch.randn(outputs, columns, device="cuda").bfloat16()

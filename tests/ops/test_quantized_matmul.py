@@ -58,8 +58,16 @@ def test_matches_oracle(implementation, bits, rows, outputs, columns, device):
     x = torch.randn(rows, columns, device=device, dtype=DTYPE)
     residual = torch.randn(rows, outputs, dtype=DTYPE, device=device)
     exact = x.double() @ dequantize_weight(weight).double().T
-    close(implementation(x, weight, DTYPE), exact)
-    close(implementation(x, weight, DTYPE, residual), exact + residual.double())
+    close(implementation(x, [weight], DTYPE), exact)
+    close(implementation(x, [weight], DTYPE, residual), exact + residual.double())
+
+
+@pytest.mark.parametrize("implementation", MATMULS)
+def test_matrices_of_other_bits_stand_one_above_the_other(implementation, device):
+    weights = [matrix(4, 48, 64, device=device), matrix(8, 6, 64, device=device)]
+    x = torch.randn(7, 64, device=device, dtype=DTYPE)
+    exact = x.double() @ torch.cat([dequantize_weight(weight) for weight in weights]).double().T
+    close(implementation(x, weights, DTYPE), exact)
 
 
 @pytest.mark.parametrize("implementation", MLPS)
@@ -78,7 +86,7 @@ def test_rows_may_lie_apart(implementation, device):
     weight = matrix(4, 16, 64, device=device)
     wide = torch.randn(3, 192, device=device, dtype=DTYPE)
     part = wide[:, 64:128]
-    assert torch.equal(implementation(part, weight, DTYPE), implementation(part.contiguous(), weight, DTYPE))
+    assert torch.equal(implementation(part, [weight], DTYPE), implementation(part.contiguous(), [weight], DTYPE))
 
 
 def example(rows, device, num_experts=5, num_chosen=2, shared_bits=8):
@@ -139,7 +147,7 @@ def test_matches_the_fixed_tolerance_in_fp32():
     weight = matrix(8, 32, 128, device="cpu")
     x = torch.randn(9, 128)
     exact = x.double() @ dequantize_weight(weight).double().T
-    assert_matches(quantized_matmul_reference(x, weight, torch.float32), exact)
+    assert_matches(quantized_matmul_reference(x, [weight], torch.float32), exact)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
@@ -149,7 +157,7 @@ def test_compiles_within_shared_memory(capability, is_swiglu):
     shape = matmul_shape_for((capability // 10, capability % 10), 4096, is_swiglu)
     pointers = {"x": "bf16", "bytes": "i8", "scales": "fp16", "y": "bf16", "residual": "bf16", "order": "i32"}
     types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
-    types |= dict.fromkeys(("x_stride", "rows", "outputs", "groups", "tiles"), "i32")
+    types |= dict.fromkeys(("x_stride", "y_stride", "rows", "outputs", "groups", "tiles"), "i32")
     constants = {
         "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n // (2 if is_swiglu else 1),
         "NUM_STAGES": shape.num_stages, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu, "IS_GROUPED": True,
