@@ -49,8 +49,9 @@ def expected(checkpoint_dir, texts):
     return generate(engine(checkpoint_dir, prefix_caching=False), *prompts(texts))
 
 
-@pytest.mark.parametrize("profile, is_ahead", [(MOE, False), (DENSE, False), (MOE, True)])
-@pytest.mark.parametrize("codec", ["bf16", "rk4v4-e8"])
+@pytest.mark.parametrize(
+    "profile, is_ahead, codec", [(MOE, False, "bf16"), (DENSE, False, "rk4v4-e8"), (MOE, True, "int8-g64")]
+)
 def test_what_the_device_gave_up_comes_back(checkpoint_dirs, texts, profile, is_ahead, codec):
     cold = engine(checkpoint_dirs[profile], prefix_caching=False, kv_codec=codec, is_ahead=is_ahead)
     answers = generate(cold, *prompts(texts[:4]))
