@@ -27,4 +27,4 @@ class Mtp:
     ) -> torch.Tensor:
         """embedded  [rows, hidden]  of the token after the one that gave `hidden`"""
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
-        return self.norm(self.layer(self.fc(joined), rows, cache))
+        return self.norm(self.layer(self.fc(joined, is_prompt=rows.commits), rows, cache))

@@ -1,5 +1,7 @@
 """Models over artifacts: layers against plain ones with the same numbers, and whole models against their source."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from engine.convert.convert import convert
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.moe import SparseMoe
+from engine.layers.mtp import Mtp
 from engine.layers.norm import RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
 from engine.models.weights import load_model
@@ -57,6 +60,16 @@ def test_moe():
     x = torch.randn(6, 128)
     expected = SparseMoe(router, plain[0], plain[1], Linear(plain[2]), Linear(plain[3]), 2)(x, NORM) - x
     assert relative_error(QuantizedMoe(router, QuantizedExperts(*stored), 2)(x, NORM) - x, expected) < CLOSE
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_mtp_rounds_no_row_of_a_prompt(is_prompt):
+    weight, plain = matrix(4, 128, 256)
+    embedded, hidden = torch.randn(3, 128), torch.randn(3, 128)
+    mtp = Mtp(NORM, NORM, QuantizedLinear((weight,)), layer=lambda x, rows, cache: x, norm=lambda x: x)
+    actual = mtp(embedded, hidden, SimpleNamespace(commits=is_prompt), cache=None)
+    error = relative_error(actual, torch.cat([NORM(embedded), NORM(hidden)], dim=-1) @ plain.T)
+    assert (error < 1e-6) == is_prompt and error < CLOSE
 
 
 def test_embedding():
