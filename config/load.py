@@ -234,6 +234,8 @@ def _explain(section: str, cls: type[Section], item: Any, origin: Origins) -> st
     if not where:
         return f"[{section}] {message}"
     source = origin.get((section, where[0]), "default")
+    if item["type"] in ("byte_size", "byte_size_unit"):
+        message = "is no size: write a number of bytes, or one with a unit, like 8GiB"
     if item["type"] == "extra_forbidden" and (nested := _nested(cls, where[0])):
         message = f"is not a setting; {nearest(where[-1], list(nested.model_fields))}"
     return f"{source}: [{section}] {'.'.join(where)}: {message}"

@@ -47,9 +47,7 @@ class Upstream(Section):
     @field_validator("url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} must start with http:// or https://")
-        return url.rstrip("/").removesuffix("/v1")
+        return web_url(url).removesuffix("/v1")
 
     @model_validator(mode="after")
     def _dns_is_plain(self) -> Self:
@@ -188,9 +186,12 @@ class RouterConfig(Section):
     @field_validator("otlp_endpoint")
     @classmethod
     def _is_collector_url(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} must start with http:// or https://")
-        return None if url is None else url.rstrip("/").removesuffix("/v1/traces")
+        return None if url is None else web_url(url).removesuffix("/v1/traces")
+
+    @field_validator("long_url", "vllm_url")
+    @classmethod
+    def _is_upstream_url(cls, url: str | None) -> str | None:
+        return None if url is None else web_url(url)
 
     @field_validator("redis_url")
     @classmethod
@@ -230,6 +231,20 @@ class RouterConfig(Section):
         if upstream.key is not None or _place(upstream.url) != _place(self.long_url):
             return upstream
         return upstream.model_copy(update={"key": self.long_key})
+
+
+def web_url(url: str) -> str:
+    """The address without a slash at its end. raises ValueError for one that no connection can be made to"""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} must start with http:// or https://")
+    try:
+        # a port that is no number shows when it is asked for
+        host, _ = urlsplit(url).hostname, urlsplit(url).port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no address: {error}") from error
+    if not host:
+        raise ValueError(f"{url!r} names no host")
+    return url.rstrip("/")
 
 
 def _place(url: str) -> tuple[str, int | None]:

@@ -81,6 +81,11 @@ def test_switches_lists_and_empty_words():
         (["--host", "0.0.0.0"], ["host 0.0.0.0 is not loopback", "keys_file"]),
         (["--admin-host", "0.0.0.0"], ["admin_host 0.0.0.0", "admin_token"]),
         (["--upstreams", "http://x"], ["--upstreams", "[[router.upstreams]]"]),
+        (["--long-url", "ftp://x"], ["long_url", "http://"]),
+        (["--vllm-url", "x:8100"], ["vllm_url", "http://"]),
+        (["--vllm-url", "http://:8100"], ["vllm_url", "names no host"]),
+        (["--long-url", "http://x:99999"], ["long_url", "is no address"]),
+        (["--otlp-endpoint", "http://x:port"], ["otlp_endpoint", "is no address"]),
         (["--workers", "2"], ["workers must be 1"]),
         (["--config", "/nowhere.toml"], ["/nowhere.toml", "No such file"]),
         (["--log-level", "loud"], ["flags: [router] log_level", "'debug'"]),
@@ -89,6 +94,12 @@ def test_switches_lists_and_empty_words():
 def test_wrong_flags_say_what_to_write(argv, words):
     told = refusal({"router": RouterConfig}, argv)
     assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("size", ["much", "5 parsec", "-5"])
+def test_sizes_say_how_they_are_written(size):
+    told = refusal({"engine": EngineConfig}, ["--host-cache-bytes", size])
+    assert "host_cache_bytes" in told and "like 8GiB" in told, told
 
 
 def test_flag_of_several_parts_names_them():
