@@ -41,9 +41,9 @@ LOGIT_COPIES = 4
 SPLITS = ((8_192, 64), (65_536, 512), (math.inf, 1024))
 # tokens of a coded context that a prompt's attention restores at a time (ops/attention_prefill)
 SEGMENT = 16_384
-# rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and what the driver
-# keeps for one beside the workspace that all share
-GRAPH_ROWS = 32
+# most requests and rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and
+# what the driver keeps for one beside the workspace that all share
+GRAPH_REQUESTS, GRAPH_ROWS = 8, 32
 GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
 # the driver's and the libraries' own, in every process that uses a card
 CUDA_CONTEXT_BYTES = 512 * 2**20
@@ -435,7 +435,7 @@ def _work(demand: Demand) -> list[Share]:
     if demand.device == "cpu":
         return [reserve]
     return [
-        Share("CUDA graphs", demand.num_requests * GRAPHS_PER_COUNT * GRAPH_BYTES),
+        Share("CUDA graphs", min(demand.num_requests, GRAPH_REQUESTS) * GRAPHS_PER_COUNT * GRAPH_BYTES),
         Share("decode workspace", decode_workspace(demand)),
         Share("prefill workspace", demand.prefill_chunk * row_bytes(demand) + restored_bytes(demand)),
         Share("staging of the host cache", _staging_bytes(demand)),
@@ -472,9 +472,10 @@ def restored_bytes(demand: Demand) -> int:
 
 
 def most_rows(num_requests: int, num_drafts: int) -> int:
-    """Rows of a decode pass: fewer drafts are verified where many requests decode."""
-    counts = range(1, min(num_requests, GRAPH_ROWS) + 1)
-    return max(count * min(1 + num_drafts, GRAPH_ROWS // count) for count in counts)
+    """Rows after which tokens are chosen at once: those of a decode pass, which verifies fewer drafts where many
+    requests decode, or the last ones of as many prompts as may end in one step."""
+    counts = range(1, min(num_requests, GRAPH_REQUESTS) + 1)
+    return max(num_requests, *(count * min(1 + num_drafts, GRAPH_ROWS // count) for count in counts))
 
 
 def row_bytes(demand: Demand) -> int:

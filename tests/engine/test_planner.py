@@ -12,7 +12,7 @@ from engine.cache.kv_codecs import CODECS
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.convert.plan import plan as conversion_plan
 from engine.convert.recipes import RECIPES
-from engine.device_runner import rows_per_request
+from engine.device_runner import MAX_REQUESTS, MAX_ROWS, rows_per_request
 from engine.errors import CapacityError
 from engine.models import quantized, weights
 from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig
@@ -24,6 +24,8 @@ from engine.ops.penalise import TokenCounts
 from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, pack
 from engine.ops.sample_table import SamplingTable
 from engine.planner import (
+    GRAPH_REQUESTS,
+    GRAPH_ROWS,
     PENDING_ROWS,
     SEGMENT,
     Demand,
@@ -202,6 +204,13 @@ def test_tables_of_a_gpu_are_counted_to_the_byte(num_drafts):
     assert found.of("draft state") == DecodeSlots.empty(5, max(num_drafts, 1), META).numbers.nbytes
     rows = [count * rows_per_request(count, num_drafts) for count in range(1, 6)]
     assert most_rows(5, num_drafts) == max(rows)
+
+
+def test_requests_that_decode_in_turns_share_graphs_and_may_end_their_prompts_together():
+    assert (GRAPH_REQUESTS, GRAPH_ROWS) == (MAX_REQUESTS, MAX_ROWS)
+    assert [most_rows(64, 3), most_rows(64, 0), most_rows(8, 3), most_rows(1, 7)] == [64, 64, 32, 8]
+    found = [plan(Demand(A3B, num_requests=count)).of("CUDA graphs") for count in (1, 8, 64)]
+    assert found == [8 * 2**20, 64 * 2**20, 64 * 2**20]
 
 
 def test_restored_codes_by_hand():
