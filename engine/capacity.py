@@ -18,6 +18,8 @@ from engine.planner import (
 
 # a default context below this would surprise more than a refusal
 SHORTEST_DEFAULT = 4096
+# most prompt tokens of a step, by device
+PREFILL_CHUNKS = {"cpu": 512, "cuda": 4096}
 DEFAULT_SNAPSHOT_BYTES = {"cuda": 4 * 2**30, "cpu": 2**30}
 # with fewer a conversation could not even return to where its user spoke last
 SNAPSHOTS_PER_REQUEST = 2
@@ -101,7 +103,7 @@ def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity, snapshot_b
         num_requests=config.max_num_requests,
         num_drafts=config.num_drafts if unsized.config.has_mtp else 0,
         num_snapshots=count if config.prefix_caching else 0,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.prefill_chunk or PREFILL_CHUNKS[unsized.device],
     )
 
 

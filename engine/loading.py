@@ -50,8 +50,6 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
-# most prompt tokens of a step, by device
-PREFILL_CHUNKS = {"cpu": 512, "cuda": 4096}
 # host memory that the host tier leaves to everything else
 HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
@@ -72,8 +70,6 @@ def load_engine(
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    chunk = config.prefill_chunk or PREFILL_CHUNKS[device.type]
-    config = config.model_copy(update={"prefill_chunk": chunk})
     checkpoint_dir = resolve_checkpoint(config.model)
     if is_ahead is None:
         is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
@@ -281,7 +277,7 @@ def _build_device_runner(
     runner = runner_type(model, state, states, tables, decode_pass, passes, constraints, *outlive)
     if device.type == "cuda":
         with timed("kernels of prompts"):
-            runner.warm_up(_prompts_to_warm(min(config.prefill_chunk, demand.context), demand.context, slots))
+            runner.warm_up(_prompts_to_warm(min(demand.prefill_chunk, demand.context), demand.context, slots))
     return runner
 
 
@@ -305,7 +301,7 @@ def _build_scheduler(
     return Scheduler(
         num_blocks=demand.num_blocks,
         num_slots=info.max_num_requests,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=demand.prefill_chunk,
         num_drafts=info.num_drafts,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
