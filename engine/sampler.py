@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.constraint import Constraints, Mask
-from engine.ops.penalise import penalise
+from engine.ops.penalise import TokenCounts, penalise
 from engine.ops.sample import unpack
 from engine.ops.sample_noise import gumbel, noise_key
 from engine.ops.sample_table import MIN_TEMPERATURE
@@ -42,30 +42,23 @@ class SamplingRow:
 
 class Sampler:
     """Holds, per slot, the counts that penalties need, and looks at the running requests' constraints; everything else
-    is a function of its arguments.
-
-    counts     [slots, vocab] int32   output tokens so far
-    in_prompt  [slots, vocab] bool
-    """
+    is a function of its arguments."""
 
     def __init__(
         self, vocab_size: int, num_slots: int, device: torch.device, constraints: Constraints | None = None
     ) -> None:
-        self._counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self._tokens = TokenCounts.zeros(num_slots, vocab_size, device)
         self._device = device
         self._constraints = constraints
 
     @property
     def num_bytes(self) -> int:
-        return self._counts.nbytes + self._in_prompt.nbytes
+        return self._tokens.num_bytes
 
     def begin(self, slot: int, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Forgets the slot's last request."""
         if has_penalties(sampling):
-            self._counts[slot] = 0
-            self._in_prompt[slot] = False
-            self._in_prompt[slot, torch.tensor(prompt_token_ids, device=self._device)] = True
+            self._tokens.begin(slot, prompt_token_ids)
 
     def observe(self, slot: int, token_ids: Sequence[int], sampling: SamplingParams, request_id: str = "") -> None:
         """Counts tokens that became part of the output, and moves the request's constraint past them."""
@@ -73,7 +66,7 @@ class Sampler:
             matcher.advance(token_ids)
         if has_penalties(sampling):
             ids = torch.tensor(token_ids, device=self._device)
-            self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            self._tokens.counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """argmax(log p + noise) of each row; argmax(log p) below MIN_TEMPERATURE.
@@ -123,7 +116,7 @@ class Sampler:
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         slots = [row.slot for row in rows]
-        counts = self._counts[slots]
+        counts = self._tokens.counts[slots]
         for index, row in enumerate(rows):
             for token_id in row.draft_token_ids:
                 counts[index, token_id] += 1
@@ -131,7 +124,7 @@ class Sampler:
         return penalise(
             logits,
             counts,
-            self._in_prompt[slots],
+            self._tokens.in_prompt[slots],
             self._column([p.presence_penalty for p in params]),
             self._column([p.frequency_penalty for p in params]),
             self._column([p.repetition_penalty for p in params]),
