@@ -198,6 +198,11 @@ class RouterConfig(Section):
     def _is_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
         if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must start with redis://, rediss:// or unix://")
+        try:
+            _ = url and urlsplit(url.get_secret_value()).port
+        except ValueError:
+            # its own words may hold a part of the password
+            raise ValueError("is no address: the port is no number; in a password / is written %2F") from None
         return url
 
     @model_validator(mode="after")

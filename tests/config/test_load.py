@@ -85,6 +85,7 @@ def test_switches_lists_and_empty_words():
         (["--vllm-url", "x:8100"], ["vllm_url", "http://"]),
         (["--vllm-url", "http://:8100"], ["vllm_url", "names no host"]),
         (["--long-url", "http://x:99999"], ["long_url", "is no address"]),
+        (["--redis-url", "redis://x:port"], ["redis_url", "is no address"]),
         (["--otlp-endpoint", "http://x:port"], ["otlp_endpoint", "is no address"]),
         (["--workers", "2"], ["workers must be 1"]),
         (["--config", "/nowhere.toml"], ["/nowhere.toml", "No such file"]),
@@ -141,6 +142,8 @@ def test_wrong_variables_say_which(file):
 def test_a_secret_is_never_told():
     told = refusal({"router": RouterConfig}, environ={"LONGLANE_ROUTER_LONG_KEY": "sk-1", "LONGLANE_ROUTER_PORT": "x"})
     assert "sk-1" not in told
+    told = refusal({"router": RouterConfig}, ["--redis-url", "redis://:sk-1/x@host:6379"])
+    assert "sk-1" not in told and "redis_url" in told and "%2F" in told
     assert "sk-1" not in repr(router(environ={"LONGLANE_ROUTER_LONG_KEY": "sk-1"}))
 
 
