@@ -25,6 +25,9 @@ from server.serving import Serving
 from server.sse import data, event_stream, unless_disconnected
 from server.tool_calls import Content
 
+# of one request; more would never find room in the queue, however often they came again
+MAX_TEXTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
@@ -57,7 +60,11 @@ class Completions:
         logprobs = num_logprobs(body.logprobs is not None, body.logprobs)
         rules = bare_rules(model, body.stop)
         prompts = await model.in_worker(read_prompts, body.prompt, model)
-
+        if (count := len(prompts) * (body.n or 1)) > MAX_TEXTS:
+            raise BadRequestError(
+                f"n: {len(prompts)} prompts and n {body.n} make {count} texts; at most {MAX_TEXTS} are made at once.",
+                param="n",
+            )
         limit = OutputLimit(body.max_tokens, model.default_max_tokens, prompt="prompt")
         sampling = sampling_for(body, model, limit, logprobs)
         answer = await start_answer(

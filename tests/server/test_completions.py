@@ -85,6 +85,7 @@ def test_token_ids_are_a_prompt_too(live):
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 50}, "top_logprobs"),
         ({"n": 100}, "n"),
+        ({"prompt": ["a"] * 13, "n": 5}, "n"),
     ],
 )
 def test_wrong_prompts_are_refused_in_words(live, fields, param):
