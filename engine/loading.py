@@ -55,6 +55,8 @@ HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
 # so large that other shapes are worth it
 WARM_SIZES = (1, 16, 17, 64, 65, 192, 193, 1040, 1041, 4096)
+# prompts that end in one step: more than a decode pass has requests are sampled and drafted for by other kernels
+WARM_COUNTS = (2, 4, 8, 9, 16, 17, 32)
 
 
 def load_engine(
@@ -284,7 +286,7 @@ def _build_device_runner(
 def _prompts_to_warm(largest: int, context: int, num_slots: int) -> list[list[tuple[int, int]]]:
     """Alone, behind the longest context, and beside others."""
     sizes = sorted({size for size in WARM_SIZES if size < largest} | {largest})
-    together = [count for count in (2, 4, 8) if count <= num_slots]
+    together = [count for count in WARM_COUNTS if count <= num_slots]
     far = context // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
     return [[(0, size)] for size in sizes] + [[(far, BLOCK_SIZE)]] + [[(0, 1)] * count for count in together]
 
