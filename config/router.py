@@ -181,7 +181,7 @@ class RouterConfig(Section):
 
     otlp_endpoint: str | None = None
     """OpenTelemetry collector that gets a span for each request and attempt, by OTLP over HTTP, like
-    `http://collector:4318`; needs `pip install 'longlane[otel]'`."""
+    `http://collector:4318`; needs `pip install '.[otel]'` in Longlane's directory."""
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -15,6 +15,6 @@ def start_tracing(config: RouterConfig) -> Tracing:
         # here, so that a gateway without spans needs no OpenTelemetry and does not load it
         from router.otel import OtelTracing, collector
     except ImportError as error:
-        _log.error("otlp_endpoint is set, but there are no spans: %s; pip install 'longlane[otel]'", error)
+        _log.error("otlp_endpoint is set, but there are no spans: %s; pip install '.[otel]' where it lies", error)
         return Tracing()
     return OtelTracing(collector(config.otlp_endpoint))

@@ -216,7 +216,7 @@ def test_endpoint_without_the_extra_is_told(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "router.otel", None)
     tracing = start_tracing(RouterConfig(otlp_endpoint="http://127.0.0.1:4318"))
     assert tracing.begin("POST", "chat", {}).passed_on({"a": "b"}) == {"a": "b"}
-    assert "pip install 'longlane[otel]'" in caplog.text
+    assert "pip install '.[otel]' where it lies" in caplog.text
 
 
 def test_endpoint_is_checked():
