@@ -20,6 +20,8 @@ from server.tool_schema import ToolSchemas
 
 # with so few parameters any order is allowed: a rule for each subset of them; with more, the declared order
 MAX_FREE_ORDER = 4
+# no context holds more; a number of any size would not fit the message to the engine
+LONGEST_THOUGHT = 2**31
 # of all functions that may be called; compiling takes time and memory for each of them
 MAX_PARAMETERS = 512
 # between the parts of a JSON text stands what printers put there; in longer runs a hot model may lose itself
@@ -112,7 +114,7 @@ def thought_budget(num_tokens: int | None, param: str) -> ThoughtBudget | None:
         return None
     if num_tokens < 0:
         raise BadRequestError(f"{param}: {num_tokens} is less than 0.", param=param)
-    return ThoughtBudget(num_tokens, param)
+    return ThoughtBudget(min(num_tokens, LONGEST_THOUGHT), param)
 
 
 def json_rule(schema: Mapping[str, Any] | bool, *, is_strict: bool = True) -> str:

@@ -214,5 +214,7 @@ def test_a_budget_closes_the_thought(local):
     first, *rest = local.post(body, "/v1/messages").json()["content"]
     assert first["type"] == "thinking" and len(first["thinking"]) < 40
     assert [block["type"] for block in rest] == ["text"]
+    endless = local.post(ask("hi", thinking_token_budget=10**30, max_tokens=2))
+    assert endless.status_code == 200 and endless.json()["choices"][0]["finish_reason"] == "length"
     refused = local.post(ask("hi", thinking_token_budget=-1))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "thinking_token_budget")
