@@ -1,6 +1,7 @@
 """Blocks and states as files in a directory, which outlive the service. Each is written aside and then renamed."""
 
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -25,6 +26,10 @@ ASIDE = ".part"
 # a file written aside that is older belongs to nobody any more
 ABANDONED_S = 600.0
 WARNING_GAP_S = 60.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# files of a size that must be there before a full file system is taken for a lower limit: with fewer, it is others who
+# have filled it
+LEAST_KEPT = 4
 
 Name = tuple[bool, bytes]
 
@@ -71,20 +76,31 @@ class DiskTier:
         if name in self._files or size > self._limit_bytes:
             return
         self._make_room(size)
-        path = self._path(name)
+        error = self._put(record, parts, checksum)
+        if error is not None and error.errno in FULL and self.num_bytes >= LEAST_KEPT * size:
+            # the file system holds less than the limit: what is there is as much as may be there
+            self._limit_bytes = self.num_bytes
+            self._make_room(size)
+            error = self._put(record, parts, checksum)
+        if error is not None:
+            self._fail("written", error)
+            return
+        self._files[name] = File(self._path(name), size, time.time())
+        self.num_bytes += size
+
+    def _put(self, record: Record, parts: Sequence[memoryview], checksum: int) -> OSError | None:
+        path = self._path((record.is_state, record.block_hash))
         aside = path.with_suffix(f"{path.suffix}.{os.getpid()}{ASIDE}")
         try:
             # what is in there stands for prompts and answers
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(aside, (self._header(record, size - HEADER.size, checksum), *parts))
+            self._write(aside, (self._header(record, sum(map(len, parts)), checksum), *parts))
             aside.replace(path)
         except OSError as error:
-            self._fail("written", error)
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            return
-        self._files[name] = File(path, size, time.time())
-        self.num_bytes += size
+            return error
+        return None
 
     def read(self, record: Record, parts: Sequence[memoryview]) -> bool:
         """Fills the parts with an entry's bytes; False when it is not there or not sound, and then it is no more."""

@@ -133,6 +133,22 @@ def test_a_full_disk_is_a_warning_and_a_count(directory, monkeypatch, caplog):
     assert is_read(tier, 1) and is_read(tier, 2)
 
 
+def test_a_file_system_smaller_than_the_limit_keeps_what_is_newest(directory, monkeypatch):
+    tier = open_tier(directory)
+    real_write = os.write
+
+    def write_while_there_is_room(file, data):
+        held = sum(path.stat().st_size for path in files(directory) if path.suffix != ".part")
+        return _full() if held > 5000 else real_write(file, data)
+
+    monkeypatch.setattr("os.write", write_while_there_is_room)
+    for number in range(1, 40):
+        write(tier, number)
+    assert is_read(tier, 39) and not tier.has(False, record(1).block_hash)
+    assert tier.counts["num_failures"] == 0 and tier.counts["num_evicted"] > 10
+    assert tier.num_bytes == sum(path.stat().st_size for path in files(directory)) <= 5700
+
+
 def _full():
     raise OSError(28, "No space left on device")
 
