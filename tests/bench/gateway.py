@@ -2,7 +2,8 @@
 
 The same load goes to a scripted upstream directly and through the gateway, one after the other: short calls at a fixed
 rate, whether or not earlier ones have been answered; then streams whose events carry the time at which they were sent,
-beside idle streams that carry heartbeats only. What is added is the difference of two percentiles.
+beside idle streams that carry heartbeats only; idle ones begin over the time between two heartbeats, the others after
+them over a second. What is added is the difference of two percentiles.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import uvloop
 from config import Key
 from config.keys import digest, generate, write_keys
 from tests.bench.programs import free_port, gateway, machine, percentile, program, wait_ready
+from tests.bench.upstream import HEARTBEAT_S
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Say ok."}]
@@ -101,14 +103,23 @@ async def call(client: aiohttp.ClientSession, url: str, body: bytes) -> float:
 
 async def streams(target: Target, arguments: argparse.Namespace) -> list[float]:
     async with session(target) as client:
-        idle = [stream(client, target.url, 0, arguments.seconds) for _ in range(arguments.idle)]
-        busy = [stream(client, target.url, arguments.events, arguments.seconds) for _ in range(arguments.streams)]
+        # as they come, not all at once: a thousand that begin together measure how fast streams begin
+        ramp_s = HEARTBEAT_S if arguments.idle else 0.0
+        idle = [
+            stream(client, target.url, 0, ramp_s + arguments.seconds, ramp_s * place / arguments.idle)
+            for place in range(arguments.idle)
+        ]
+        busy = [
+            stream(client, target.url, arguments.events, arguments.seconds, ramp_s + place / arguments.streams)
+            for place in range(arguments.streams)
+        ]
         found = await asyncio.gather(*idle, *busy)
     return [milliseconds for times in found for milliseconds in times]
 
 
-async def stream(client: aiohttp.ClientSession, url: str, rate: float, seconds: float) -> list[float]:
+async def stream(client: aiohttp.ClientSession, url: str, rate: float, seconds: float, delay_s: float) -> list[float]:
     """From the moment that the upstream wrote an event to the one that it was read, for each event."""
+    await asyncio.sleep(delay_s)
     body = {"model": "tiny", "messages": MESSAGES, "stream": True, "rate": rate, "seconds": seconds}
     times, is_whole = [], False
     async with client.post(url + CHAT, data=json.dumps(body).encode()) as response:
