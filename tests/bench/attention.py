@@ -7,7 +7,6 @@ Writes DIR/attention.json and prints the tables. A part that fails is recorded w
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 from engine.cache.kv_codecs import CODECS  # noqa: E402
+from engine.copy_speed import copy_bytes_per_s  # noqa: E402
 from engine.ops.attention_decode import (  # noqa: E402
     DecodeShape,
     DecodeWorkspace,
@@ -37,6 +37,7 @@ from engine.ops.attention_prefill import attention_prefill_triton  # noqa: E402
 from engine.ops.coded_kv import CodedKV  # noqa: E402
 from engine.ops.kv_append_projected import kv_append_projected_reference, kv_append_projected_triton  # noqa: E402
 from engine.ops.paged_kv import PagedKV  # noqa: E402
+from tests.bench.graph_time import milliseconds  # noqa: E402
 
 # KV heads, query heads
 MODELS = {"35b-a3b": (2, 16), "27b": (4, 24)}
@@ -185,33 +186,6 @@ def check_all():
         good = process.returncode == 0
         results[f"{model} {name}"] = json.loads(out.splitlines()[-1]) if good else {"died": err[-3000:]}
     return results
-
-
-def milliseconds(run, replays=7):
-    """Median time of one replay of `run` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[1:])
-
-
-def copy_bytes_per_s():
-    source, target = (torch.empty(2 << 28, device=DEVICE) for _ in range(2))
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def time_decode(codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONTEXTS, **options):

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -34,6 +33,7 @@ from engine.ops.gated_rms_norm import gated_rms_norm_triton  # noqa: E402
 from engine.ops.quantize_rows import quantize_rows_reference  # noqa: E402
 from engine.ops.quantized_linear import quantized_linear_triton  # noqa: E402
 from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
+from tests.bench.graph_time import milliseconds  # noqa: E402
 from tests.ops.delta_examples import delta_memory, delta_rows, delta_weights, doubled  # noqa: E402
 
 DEVICE = "cuda"
@@ -47,28 +47,6 @@ DISTINCT_BYTES = 128 << 20
 
 def integers(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def milliseconds(run, replays=9):
-    """Median time of one replay of `run` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[1:])
 
 
 def guarded(part, *args):

@@ -9,7 +9,6 @@ in the order of their worth, until the time is over.
 import argparse
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ sys.modules["engine"].__path__ = [str(ROOT / "engine")]
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from engine.copy_speed import copy_bytes_per_s  # noqa: E402
 from engine.ops import (  # noqa: E402
     quantize_rows,
     quantized_dot,
@@ -44,6 +44,7 @@ from engine.ops.quantized_experts import (  # noqa: E402
 from engine.ops.quantized_linear import quantized_linear_reference, quantized_linear_triton  # noqa: E402
 from engine.ops.quantized_weight import QuantizedWeight  # noqa: E402
 from engine.ops.router_logits import router_logits_reference, router_logits_triton  # noqa: E402
+from tests.bench.graph_time import milliseconds  # noqa: E402
 
 DEVICE = "cuda"
 # more than twice the largest L2 cache, so that every pass reads from memory
@@ -224,48 +225,13 @@ def check_experts():
     return found
 
 
-def graph_of(work):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def seconds_of(work, repeats=10):
+def seconds_of(work):
     """Median time of one replay."""
-    graph = graph_of(work)
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3)
-    return statistics.median(times)
+    return milliseconds(work, replays=11) * 1e-3
 
 
 def copy_speed():
-    """Bytes read and written a second by a device-to-device copy, outside a graph: as its node it is far slower."""
-    source = torch.empty(2 << 30, dtype=torch.int8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3)
-    return {"bytes_s": 2 * source.nbytes / statistics.median(times[2:])}
+    return {"bytes_s": copy_bytes_per_s()}
 
 
 def time_linear(bits, outputs, columns, rows, **options):

@@ -8,7 +8,6 @@ Writes DIR/sampling.json; times are medians of replays of a CUDA graph that hold
 import argparse
 import itertools
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -31,6 +30,7 @@ from engine.ops.sample import SampleRows, SampleWorkspace, sample_triton  # noqa
 from engine.ops.sample_argmax import argmax  # noqa: E402
 from engine.ops.sample_table import SamplingTable  # noqa: E402
 from engine.ops.sample_truncate import TruncateShape, shape_for  # noqa: E402
+from tests.bench.graph_time import milliseconds  # noqa: E402
 from tests.ops.sample_examples import assert_choices, random_example  # noqa: E402
 
 VOCAB = 248_320
@@ -84,27 +84,14 @@ def prepared(rows, fields):
     return table, tokens, asked
 
 
-def microseconds(run, replays=9):
+def microseconds(run):
     """Median time of one of the REPEATS of `run` in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def repeated():
         for _ in range(REPEATS):
             run()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return round(statistics.median(times[1:]) / REPEATS * 1e3, 2)
+
+    return round(milliseconds(repeated) / REPEATS * 1e3, 2)
 
 
 def guarded(part, *args, **options):
