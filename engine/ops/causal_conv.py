@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from engine.ops.ragged import of_slots, pad_rows, unpad_rows
 
 
-def causal_conv(
+def causal_conv_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     inputs: torch.Tensor,
@@ -27,17 +27,6 @@ def causal_conv(
     writes        inputs of those slots: the committed ones when the rows commit, else the pending ones
     bounds        at most MAX_PENDING_ROWS rows per request unless they commit
     """
-    return causal_conv_reference(x, weight, inputs, state_slots, num_rows, commits)
-
-
-def causal_conv_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    inputs: torch.Tensor,
-    state_slots: torch.Tensor,
-    num_rows: Sequence[int],
-    commits: bool,
-) -> torch.Tensor:
     slots, kept = state_slots.tolist(), weight.shape[1] - 1
     padded = pad_rows(x, num_rows).to(inputs.dtype)
     window = torch.cat([of_slots(inputs, slots)[:, :kept], padded], dim=1)

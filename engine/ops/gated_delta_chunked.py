@@ -8,7 +8,7 @@ import torch.nn.functional as F
 CHUNK = 64
 
 
-def gated_delta_chunked(
+def gated_delta_chunked_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -28,19 +28,6 @@ def gated_delta_chunked(
     return           [rows, value_heads, value_dim]
     writes           the state of state_slots, as it is after each request's last row
     """
-    return gated_delta_chunked_reference(query, key, value, log_alpha, beta, state, state_slots, num_rows)
-
-
-def gated_delta_chunked_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_alpha: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    state_slots: torch.Tensor,
-    num_rows: Sequence[int],
-) -> torch.Tensor:
     rows = zip(*(x.split(num_rows) for x in (query, key, value, log_alpha, beta)), strict=True)
     return torch.cat(
         [_one_request(*request, state[slot]) for request, slot in zip(rows, state_slots.tolist(), strict=True)]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-def gated_delta_gates(
+def gated_delta_gates_reference(
     a: torch.Tensor, b: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log_alpha = decay * softplus(a + dt_bias);  beta = sigmoid(b)
@@ -15,12 +15,6 @@ def gated_delta_gates(
     decay, dt_bias  [heads]  decay is negative
     return          log_alpha <= 0 and beta, [rows, heads], in at least fp32
     """
-    return gated_delta_gates_reference(a, b, decay, dt_bias)
-
-
-def gated_delta_gates_reference(
-    a: torch.Tensor, b: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(a.dtype, torch.float32)
     return decay.to(dtype) * F.softplus(a.to(dtype) + dt_bias.to(dtype)), torch.sigmoid(b.to(dtype))
 

