@@ -151,7 +151,7 @@ def accept_drafts_kernel(
     # the first row after which the draft does not stand
     num_tokens = 1 + tl.min(tl.where(is_draft & (drafts == chosen), PADDED_ROWS, row), axis=0)
     num_tokens = tl.minimum(num_tokens, ROWS)
-    start = tl.minimum(tl.maximum(tl.load(numbers_ptr + POSITION), 0), width.to(tl.int64) * 64 - ROWS)
+    start = tl.minimum(tl.maximum(tl.load(numbers_ptr + POSITION), 0), width * 64 - ROWS)
     position = start + num_tokens
     limit = tl.load(numbers_ptr + LIMIT)
     following = tl.minimum(tl.maximum(limit - position - 2, 0), DEPTH)

@@ -108,7 +108,7 @@ def decode_rows_kernel(
     if tl.program_id(1) == 0:
         numbers_ptr += slot * stride
         start = tl.load(numbers_ptr + POSITION)
-        start = tl.minimum(tl.maximum(start, 0), width.to(tl.int64) * 64 - ROWS)
+        start = tl.minimum(tl.maximum(start, 0), width * 64 - ROWS)
         row = tl.arange(0, PADDED)
         mask = row < ROWS
         drafted = tl.load(numbers_ptr + DRAFTS - 1 + row, mask=mask & (row > 0), other=0)

@@ -17,16 +17,26 @@ WIDE = {
 }
 
 
-def types(kernel):
+# tables of one block are launched with a width that is a constant
+WIDTHS = pytest.mark.parametrize("width", [None, 1])
+
+
+def types(kernel, width):
     pointers = {name: "*i64" if name in WIDE else "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
-    return pointers | {"stride": "i32", "width": "i32"}
+    return pointers | {"stride": "i32"} | ({"width": "i32"} if width is None else {})
 
 
-def test_decode_rows(capability):
-    constants = {"ROWS": 4, "PADDED": 4, "COPIED": COPIED}
-    compiled(decode_rows_kernel, capability, types(decode_rows_kernel), constants, 4)
+def constant(width):
+    return {} if width is None else {"width": width}
 
 
-def test_accept_drafts(capability):
-    constants = {"ROWS": 4, "DEPTH": 3, "COMMITS": False, "PADDED_ROWS": 4, "PADDED_DEPTH": 4}
-    compiled(accept_drafts_kernel, capability, types(accept_drafts_kernel), constants, 4)
+@WIDTHS
+def test_decode_rows(capability, width):
+    constants = {"ROWS": 4, "PADDED": 4, "COPIED": COPIED} | constant(width)
+    compiled(decode_rows_kernel, capability, types(decode_rows_kernel, width), constants, 4)
+
+
+@WIDTHS
+def test_accept_drafts(capability, width):
+    constants = {"ROWS": 4, "DEPTH": 3, "COMMITS": False, "PADDED_ROWS": 4, "PADDED_DEPTH": 4} | constant(width)
+    compiled(accept_drafts_kernel, capability, types(accept_drafts_kernel, width), constants, 4)

@@ -54,6 +54,15 @@ def test_one_row_without_drafts(decode_rows, device):
 
 
 @pytest.mark.parametrize("decode_rows", ROWS)
+def test_a_table_of_one_block(decode_rows, device):
+    rows = decode_rows(
+        slots_at(device, (7, 62, 90, 1, [8])), tensor([0], device), tensor([[4]], device, torch.int32), 2
+    )
+    assert rows.slot_mapping.tolist() == [4 * 64 + 62, 4 * 64 + 63]
+    assert rows.block_tables.tolist() == [[4]]
+
+
+@pytest.mark.parametrize("decode_rows", ROWS)
 def test_a_place_beyond_every_block_reads_no_table_beyond_its_end(decode_rows, device):
     state = slots_at(device, (7, 10_000, 90, 1, [8]))
     rows = decode_rows(state, tensor([0], device), tensor([[4, 5]], device, torch.int32), 2)
