@@ -31,7 +31,18 @@ def load_artifact(
 ) -> Qwen3_5:
     """dtype  of activations and of what the recipe left unrounded. raises  CheckpointError"""
     with Artifact(directory, device) as artifact:
-        return _Builder(artifact, device, dtype, is_stretched, drafts).model()
+        return build_model(artifact, device, dtype, is_stretched, drafts)
+
+
+def build_model(
+    artifact: Artifact,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_stretched: bool = False,
+    drafts: bool = True,
+) -> Qwen3_5:
+    """Over an artifact that is open on that device."""
+    return _Builder(artifact, device, dtype, is_stretched, drafts).model()
 
 
 class _Builder:

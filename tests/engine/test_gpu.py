@@ -1,19 +1,21 @@
 """The engine on a CUDA GPU says what it says on the CPU."""
 
+import gc
 import os
+import time
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.batch import BlockTables, RequestRows, build_batch
-from engine.cache.kv_cache import KVCache
 from engine.cache.kv_codecs import CODECS
-from engine.cache.state_cache import StateCache
 from engine.checkpoint_dir import EMBEDDED_DIR
 from engine.convert.convert import convert
+from engine.embedded.evaluate import HELD_OUT, read_held_out
+from engine.embedded.served import ServedDecoder
 from engine.embedded.skills import needles
 from engine.embedded.skills.example import Example, load_template, user
 from engine.errors import CheckpointError
@@ -32,9 +34,13 @@ QUESTIONS = (
 )
 STOP_IDS = (8168, 8166)
 GPU = torch.device("cuda")
-# activations of 16 bits move logits by this (root of the mean square, measured on the CPU against 32 bits): so much
-# more may the GPU, and likeliest tokens may change places where they are as close as a few times that
-MORE_NOISE, CLOSE = 1.25, 4
+CPU = torch.device("cpu")
+# likeliest tokens may change places where the reference has them so close, at so many positions
+MARGIN, SHARE = 0.05, 0.01
+# Rounding to 8 bits makes a whole code of a difference in the last bit: a relative 1e-7 after every layer moves the
+# logits of w8 by 0.05 on the CPU, bf16 by 0.07 and 32 bits beside it by nothing. So of an artifact the GPU may be no
+# further from 32 bits than bf16 is on the CPU (root of the mean square), which is by this much more
+MORE_NOISE = 1.25
 
 
 @cache
@@ -114,44 +120,65 @@ def test_a_file_that_was_cut_short_is_refused(artifacts, tmp_path):
         load_model(tmp_path, GPU, torch.bfloat16)
 
 
-def forced_logits(directory, device, dtype, codec, token_ids, num_prompt) -> torch.Tensor:
-    """After each token from the prompt's last on, which are given one by one."""
-    model = load_model(directory, device, dtype)
-    num_blocks = len(token_ids) // 64 + 1
-    tables = BlockTables(1, num_blocks, device)
-    tables.extend(0, list(range(num_blocks)))
-    kv = KVCache(model.config, num_blocks, device, dtype, CODECS[codec])
-    states = StateCache(model.config, 1, device)
-    passes = [(RequestRows(0, 0, token_ids[:num_prompt]), True)]
-    passes += [
-        (RequestRows(0, i, token_ids[i : i + 1], i > num_prompt), False) for i in range(num_prompt, len(token_ids))
-    ]
-    logits = []
-    for rows, commits in passes:
-        hidden = model.forward(build_batch([rows], tables, commits), kv, states)
-        logits.append(model.compute_logits(hidden[-1:]))
-    return torch.cat(logits).cpu()
+@pytest.fixture(scope="module")
+def texts():
+    """[rows, tokens] of held-out text."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_DIR / "tokenizer.json"))
+    ids = [i for each in tokenizer.encode_batch(read_held_out(HELD_OUT).texts) for i in each.ids]
+    return torch.tensor(ids[: 8 * 768]).view(8, 768)
+
+
+@torch.inference_mode()
+def forced_logits(directory, place, dtype, codec, ids, prompt) -> torch.Tensor:
+    """After each token from `prompt` on, which are given one by one to all rows at once.  [rows, steps, vocabulary]"""
+    decoder = ServedDecoder(load_model(directory, place, dtype, drafts=False), place, dtype, codec)
+    decoder.prefill(ids[:, :prompt].tolist(), ids.shape[1] - prompt)
+    return torch.stack([decoder.logits(decoder.step(step)).cpu() for step in ids[:, prompt:].T], dim=1)
+
+
+def noise(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return (logits - exact).square().mean().sqrt().item()
+
+
+def flips(logits: torch.Tensor, exact: torch.Tensor) -> dict[tuple[int, int], float]:
+    """Where the likeliest token is another one: row and step, and the margin it had."""
+    best = exact.topk(2).values
+    places = (logits.argmax(-1) != exact.argmax(-1)).nonzero().tolist()
+    return {(row, step): round((best[row, step, 0] - best[row, step, 1]).item(), 4) for row, step in places}
+
+
+def test_the_likeliest_tokens_are_those_of_the_cpu_for_512_steps(texts):
+    ids = texts[:4, : 96 + 512]
+    there, here = (forced_logits(EMBEDDED_DIR, place, torch.float32, "bf16", ids, 96) for place in (GPU, CPU))
+    found = flips(there, here)
+    print("flips", found, "of", here[..., 0].numel(), "noise", noise(there, here))
+    assert len(found) <= SHARE * here[..., 0].numel() and all(margin < MARGIN for margin in found.values()), found
+    # no drift
+    assert noise(there[:, -64:], here[:, -64:]) < 3 * noise(there[:, :64], here[:, :64]) + 1e-4
 
 
 @pytest.mark.parametrize("recipe, codec", [("w8", "bf16"), ("w4", "int8-g64")])
-def test_logits_are_as_near_to_those_of_32_bits_as_on_the_cpu(artifacts, prompts, on_cpu, recipe, codec):
+def test_an_artifact_is_as_near_to_32_bits_as_on_the_cpu(artifacts, texts, recipe, codec):
     """The same artifact, so that weights and the 8 bits of activations are the same; what differs is rounding."""
-    places = [(GPU, torch.bfloat16), (torch.device("cpu"), torch.bfloat16), (torch.device("cpu"), torch.float32)]
-    there, here, exact = (
-        torch.cat(
-            [
-                forced_logits(artifacts(recipe), device, dtype, codec, question + answer[:24], len(question))
-                for question, answer in zip(prompts[:2], on_cpu[:2], strict=True)
-            ]
-        )
-        for device, dtype in places
-    )
-    noise = (here - exact).square().mean().sqrt().item()
-    assert (there - exact).square().mean().sqrt().item() < MORE_NOISE * noise
-    best = exact.topk(2).values
-    flipped = (there.argmax(-1) != exact.argmax(-1)).nonzero()[:, 0].tolist()
-    margins = [(place, (best[place, 0] - best[place, 1]).item()) for place in flipped]
-    assert all(margin < CLOSE * noise for _, margin in margins), (noise, margins)
+    ids = texts[:, : 96 + 48]
+    places = [(GPU, torch.bfloat16), (CPU, torch.bfloat16), (CPU, torch.float32)]
+    there, here, exact = (forced_logits(artifacts(recipe), *place, codec, ids, 96) for place in places)
+    found, expected = flips(there, exact), flips(here, exact)
+    print("GPU", noise(there, exact), found, "CPU", noise(here, exact), expected, "between", noise(there, here))
+    assert noise(there, exact) < MORE_NOISE * noise(here, exact)
+    assert len(found) <= 2 * len(expected) + SHARE * exact[..., 0].numel()
+    assert max(found.values(), default=0) < 2 * max(expected.values(), default=0) + MARGIN
+
+
+@pytest.mark.parametrize("recipe, codec", [("a3b", "rk4v4-e8"), ("w4", "int8-g64")])
+def test_512_steps_do_not_drift_from_reading_at_once(artifacts, texts, recipe, codec):
+    ids = texts[:, : 96 + 512]
+    decoded = forced_logits(artifacts(recipe), GPU, torch.bfloat16, codec, ids, 96)
+    model = load_model(artifacts(recipe), GPU, torch.bfloat16, drafts=False)
+    read = ServedDecoder(model, GPU, torch.bfloat16, codec).read_logits(ids.tolist())[:, 96:].cpu()
+    first, last = noise(decoded[:, :64], read[:, :64]), noise(decoded[:, -64:], read[:, -64:])
+    print("noise of the first and the last 64 steps", first, last)
+    assert last < 1.5 * first
 
 
 @pytest.fixture(scope="module")
@@ -195,22 +222,41 @@ def test_no_uninitialised_memory_is_read(artifacts, graphs, prompts, monkeypatch
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("model", ["w4", "checkpoint"])
+def test_what_was_in_memory_before_is_not_read(artifacts, prompts, model):
+    """The allocator has nothing but blocks full of NaN to give."""
+    directory = artifacts(model) if model == "w4" else EMBEDDED_DIR
+    fields = {"device": "cuda", "max_model_len": 4096, "kv_cache_tokens": 32_768, "kv_codec": "int8-g64"}
+    expected = generate(engine(directory, **fields), *requests(prompts))
+    torch.cuda.empty_cache()
+    held = [torch.full((size,), float("nan"), device=GPU) for size in [2**24] * 48 + [2**20] * 64 + [2**14] * 256]
+    del held
+    assert generate(engine(directory, **fields), *requests(prompts)) == expected
+
+
 def test_memory_stays_as_it_is(graphs, prompts):
     """LONGLANE_MANY_REQUESTS=10000 takes a few minutes."""
-    core, rng = graphs("w4", num_drafts=3), Random(1)
-    held = []
+    core, rng, began = graphs("w4", num_drafts=3), Random(1), time.monotonic()
+    count = int(os.environ.get("LONGLANE_MANY_REQUESTS", "200"))
+    device, host, tokens = [], [], 0
     for batch in range(10):
-        for index in range(int(os.environ.get("LONGLANE_MANY_REQUESTS", "200")) // 10):
-            ids = rng.choice(prompts)[: rng.randint(1, 600)]
-            greedy = rng.random() < 0.5
-            core.add(
-                request(f"{batch}-{index}", ids, max_tokens=rng.randint(1, 30), temperature=0.0 if greedy else 1.0)
-            )
+        for index in range(count // 10):
+            ids, greedy = rng.choice(prompts)[: rng.randint(1, 600)], rng.random() < 0.5
+            fields = {"max_tokens": rng.randint(1, 30), "temperature": 0.0 if greedy else 1.0}
+            core.add(request(f"{batch}-{index}", ids, **fields))
             if index % 16 == 15:
-                drain(core)
-        drain(core)
-        held.append(torch.cuda.memory_allocated())
-    assert max(held[2:]) <= held[1] + 2**20
+                tokens += sum(len(output.token_ids) for output in drain(core).values())
+        tokens += sum(len(output.token_ids) for output in drain(core).values())
+        gc.collect()
+        device.append(torch.cuda.memory_allocated())
+        host.append(resident_bytes())
+    print(f"{count} requests, {tokens} tokens in {time.monotonic() - began:.0f} s; device {device}, host {host}")
+    assert max(device[2:]) <= device[1] + 2**20
+    assert host[-1] <= host[1] + 2**24
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_prompts_are_reused(graphs, prompts):
