@@ -1,11 +1,15 @@
-"""Attention of many rows per request (chunks of a prompt) over plain or coded blocks."""
+"""Attention of many rows per request (chunks of a prompt) over plain or coded blocks.
+
+A context is cut into parts of PART tokens. What a row knows of each part is computed from nothing, and parts are merged
+in order: so the bits of a row are the same whether parts were computed one after another, by programs with many rows,
+or side by side, where few rows alone would leave most of a card idle.
+"""
 
 # Triton compiles tuple sums and plain branches, not unpacking
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -13,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.attention_decode import attention_decode_reference, kernel_storage
-from engine.ops.attention_tile import LOWEST, attend_wide
+from engine.ops.attention_tile import LOWEST, multiply
 from engine.ops.coded_kv import CodedKV
 from engine.ops.hadamard import hadamard_triton
 from engine.ops.kv_restore import kv_restore_triton
@@ -21,8 +25,14 @@ from engine.ops.paged_kv import PagedKV
 from engine.ops.quantized_dot import is_interpreted
 from engine.ops.ragged import lengths
 
-# tokens of a coded context that are restored at a time: their numbers stay in a large card's second-level cache
-SEGMENT = 16384
+PART = 8192
+# parts side by side at most, and so many of a coded context are restored at a time
+MOST_SIDE_BY_SIDE = 4
+# programs that a card takes at a time, the share of them that may find nothing to do, and how many programs' results
+# there is room for where parts are computed side by side
+PROGRAMS, IDLE_SHARE, MOST_PROGRAMS = 132, 0.1, 3 * 132
+# a compiler that joined products and sums in one kernel and not in another would make bits depend on which one ran
+_UNFUSED = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,83 +90,154 @@ def attention_prefill_triton(
     num_rows: Sequence[int] | None = None,
     max_context: int | None = None,
     shape: PrefillShape | None = None,
-    segment: int = SEGMENT,
+    part: int = PART,
+    side_by_side: int | None = None,
 ) -> torch.Tensor:
-    """shape, segment  only for measurements and tests; they change no result"""
+    """shape, side_by_side  only for measurements and tests; they change no result. part  changes it by rounding"""
     assert query.is_contiguous() and block_tables.stride(1) == 1
     num_rows = num_rows or lengths(query_starts)
-    shape = shape or prefill_shape(query.device)
-    if isinstance(cache, PagedKV):
-        output = torch.empty_like(query)
-        everything = Part(0, block_tables.shape[1] * cache.keys.shape[1], is_first=True, is_last=True, state=None)
-        _launch(query, cache, query_starts, context_lens, block_tables, scale, max(num_rows), output, everything, shape)
-        return output
+    is_rotated = isinstance(cache, CodedKV) and cache.is_rotated
     max_context = max_context or block_tables.shape[1] * cache.keys.shape[1]
-    return _attend_coded(
-        query, cache, query_starts, context_lens, block_tables, scale, num_rows, max_context, shape, segment
+    attention = Attention(
+        query=query,
+        output=torch.empty_like(query, dtype=torch.float32 if is_rotated else query.dtype),
+        state=Running.of(query, 1) if max_context > part else None,
+        kv_heads=cache.keys.shape[2],
+        scale=scale * math.log2(math.e),
+        part=part,
+        num_parts=triton.cdiv(max_context, part),
+        shape=shape or prefill_shape(query.device),
+        side_by_side=side_by_side,
     )
+    if isinstance(cache, PagedKV):
+        attention.run(PromptRows(query_starts, context_lens, block_tables, max(num_rows)), lambda _: (cache, 0))
+    else:
+        _attend_coded(attention, cache, query_starts, context_lens, block_tables, num_rows, max_context)
+    return hadamard_triton(attention.output).to(query.dtype) if is_rotated else attention.output
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What rows know after a part of their context.
+    """What rows know after parts of their context; the first dimension counts those side by side.
 
-    planes  [rows, heads, head_dim] fp32, unnormalised outputs
-    stats   [rows, heads, 2] fp32, the maximum of the log2 weights and the sum of the weights
+    planes  [parts, rows, heads, head_dim] fp32, unnormalised outputs
+    stats   [parts, rows, heads, 2] fp32, the maximum of the log2 weights and the sum of the weights
     """
 
     planes: torch.Tensor
     stats: torch.Tensor
 
     @classmethod
-    def like(cls, query: torch.Tensor) -> Self:
-        rows, heads, _ = query.shape
-        stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=query.device)
-        return cls(torch.empty_like(query, dtype=torch.float32), stats)
+    def of(cls, query: torch.Tensor, parts: int) -> Self:
+        stats = torch.empty(parts, *query.shape[:2], 2, dtype=torch.float32, device=query.device)
+        return cls(torch.empty(parts, *query.shape, dtype=torch.float32, device=query.device), stats)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The positions first : last of a context.
+class PromptRows:
+    """Rows of requests, and the tables of their blocks. most  rows of any of them"""
 
-    state  read unless the part is the first, written unless it is the last
+    starts: torch.Tensor
+    context_lens: torch.Tensor
+    tables: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One pass of rows over the parts of their contexts.
+
+    state  of all rows, where there is more than one part
+    scale  of the base-2 logarithms of weights
     """
 
-    first: int
-    last: int
-    is_first: bool
-    is_last: bool
+    query: torch.Tensor
+    output: torch.Tensor
     state: Running | None
+    kv_heads: int
+    scale: float
+    part: int
+    num_parts: int
+    shape: PrefillShape
+    side_by_side: int | None
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.kv_heads
+
+    def run(self, rows: PromptRows, numbers_from: Callable[[int], tuple[PagedKV, int]]) -> None:
+        """numbers_from  keys and values from a position on, and the position where the tables begin"""
+        if self.state is None:
+            self._launch(rows, *numbers_from(0), 0, 1, None)
+            return
+        side = self.side_by_side or min(self.num_parts, parts_side_by_side(math.prod(self._grid(rows, 1))))
+        partial = Running.of(self.query, side) if side > 1 else None
+        for first in range(0, self.num_parts, side):
+            self._launch(rows, *numbers_from(first * self.part), first, side, partial or self.state)
+            is_last = first + side >= self.num_parts
+            if partial is not None:
+                self._merge(rows, partial, side, first, is_last)
+            elif is_last:
+                self._merge(rows, self.state, 0, first + 1, is_last)
+
+    def _grid(self, rows: PromptRows, side: int) -> tuple[int, int, int]:
+        return triton.cdiv(rows.most, self.shape.block_m // self.group), self.kv_heads, len(rows.context_lens) * side
+
+    def _launch(
+        self, rows: PromptRows, numbers: PagedKV, begin: int, first: int, side: int, state: Running | None
+    ) -> None:
+        planes, stats = (self.output, self.output) if state is None else (state.planes, state.stats)
+        attention_prefill_kernel[self._grid(rows, side)](
+            self.query, numbers.keys, numbers.values, rows.tables, rows.starts, rows.context_lens, planes, stats,
+            self.scale, rows.tables.stride(0), begin, first, side, len(self.query), PART=self.part, GROUP=self.group,
+            BLOCK_M=self.shape.block_m, BLOCK_N=self.shape.block_n, NUM_STAGES=self.shape.num_stages,
+            IS_WHOLE=state is None, MERGES=state is not None and state is self.state, PORTABLE=is_interpreted(),
+            num_warps=self.shape.num_warps, **_UNFUSED, **prefill_storage(numbers, self.query.shape[2]),
+        )  # fmt: skip
+
+    def _merge(self, rows: PromptRows, partial: Running, count: int, first: int, is_last: bool) -> None:
+        assert self.state is not None
+        _, heads, head_dim = self.query.shape
+        merge_parts_kernel[(rows.most, len(rows.context_lens))](
+            partial.planes, partial.stats, self.state.planes, self.state.stats, self.output, rows.starts, count, first,
+            len(self.query), HEADS=heads, BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim, IS_LAST=is_last,
+            num_warps=4, **_UNFUSED,
+        )  # fmt: skip
+
+
+def parts_side_by_side(programs: int) -> int:
+    """The fewest parts whose programs leave little of a card idle at the end; else those that leave least.
+
+    programs  of one part
+    """
+
+    def idle(count: int) -> float:
+        rounds = triton.cdiv(count * programs, PROGRAMS)
+        return 1 - count * programs / (rounds * PROGRAMS)
+
+    counts = [n for n in range(1, MOST_SIDE_BY_SIDE + 1) if n == 1 or n * programs <= MOST_PROGRAMS]
+    return next((count for count in counts if idle(count) <= IDLE_SHARE), min(counts, key=idle))
 
 
 def _attend_coded(
-    query: torch.Tensor,
+    attention: Attention,
     cache: CodedKV,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    scale: float,
     num_rows: Sequence[int],
     max_context: int,
-    shape: PrefillShape,
-    segment: int,
-) -> torch.Tensor:
-    """Request after request and segment after segment: codes become numbers once for all rows that read them."""
-    output = torch.empty_like(query, dtype=torch.float32 if cache.is_rotated else query.dtype)
-    numbers, identity = _scratch(cache, min(segment, max_context))
-    starts = range(0, max_context, segment)
-    state = Running.like(query) if len(starts) > 1 else None
-    for request, first_row in enumerate(accumulate(num_rows[:-1], initial=0)):
-        only = slice(request, request + 1)
-        rows = slice(first_row, first_row + num_rows[request])
-        for start in starts:
-            kv_restore_triton(cache, block_tables[request], context_lens[only], start // cache.keys.shape[1], numbers)
-            part = Part(start, start + segment, start == 0, start == starts[-1], state)
-            _launch(
-                query, numbers, query_starts[request : request + 2], context_lens[only], identity, scale,
-                rows.stop - rows.start, output, part, shape,
-            )  # fmt: skip
-    return hadamard_triton(output).to(query.dtype) if cache.is_rotated else output
+) -> None:
+    """Request after request: codes become numbers once for all rows that read them."""
+    numbers, identity = _scratch(cache, min(MOST_SIDE_BY_SIDE * attention.part, max_context))
+    for request, rows in enumerate(num_rows):
+        lens, table = context_lens[request : request + 1], block_tables[request]
+
+        def restored(first: int, lens: torch.Tensor = lens, table: torch.Tensor = table) -> tuple[PagedKV, int]:
+            kv_restore_triton(cache, table, lens, first // cache.keys.shape[1], numbers)
+            return numbers, first
+
+        attention.run(PromptRows(query_starts[request : request + 2], lens, identity, rows), restored)
 
 
 def _scratch(cache: CodedKV, tokens: int) -> tuple[PagedKV, torch.Tensor]:
@@ -165,49 +246,6 @@ def _scratch(cache: CodedKV, tokens: int) -> tuple[PagedKV, torch.Tensor]:
     blocks, device = triton.cdiv(tokens, size), cache.keys.device
     storage = torch.empty(2, blocks, kv_heads, size, cache.head_dim, dtype=torch.float16, device=device)
     return PagedKV(*storage.transpose(2, 3)), torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
-
-
-def _launch(
-    query: torch.Tensor,
-    numbers: PagedKV,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    max_rows: int,
-    output: torch.Tensor,
-    part: Part,
-    shape: PrefillShape,
-) -> None:
-    _, heads, head_dim = query.shape
-    kv_heads = numbers.keys.shape[2]
-    group = heads // kv_heads
-    state = part.state or Running(output, output)
-    grid = (triton.cdiv(max_rows, shape.block_m // group), kv_heads, len(context_lens))
-    attention_prefill_kernel[grid](
-        query,
-        numbers.keys,
-        numbers.values,
-        block_tables,
-        query_starts,
-        context_lens,
-        output,
-        state.planes,
-        state.stats,
-        scale * math.log2(math.e),
-        block_tables.stride(0),
-        part.first,
-        part.last,
-        GROUP=group,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        NUM_STAGES=shape.num_stages,
-        IS_FIRST=part.is_first,
-        IS_LAST=part.is_last,
-        PORTABLE=is_interpreted(),
-        num_warps=shape.num_warps,
-        **prefill_storage(numbers, head_dim),
-    )
 
 
 def prefill_storage(numbers: PagedKV, head_dim: int) -> dict:
@@ -231,70 +269,181 @@ def prefill_shape_for(capability: tuple[int, int]) -> PrefillShape:
 
 
 # one compilation for every length of context
-@triton.jit(do_not_specialize=["tables_stride", "part_first", "part_last"])
+@triton.jit(do_not_specialize=["tables_stride", "begin", "first_part", "side", "num_rows"])
 def attention_prefill_kernel(
-    query_ptr,
-    keys_ptr,
-    values_ptr,
-    tables_ptr,
-    starts_ptr,
-    lens_ptr,
-    output_ptr,
-    state_ptr,
-    stats_ptr,
-    scale,
-    tables_stride,
-    part_first,
-    part_last,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    KEY_STRIDES: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    IS_LAST: tl.constexpr,
-    PORTABLE: tl.constexpr,
-):
-    """The table's first entry is the block of part_first."""
+    query_ptr, keys_ptr, values_ptr, tables_ptr, starts_ptr, lens_ptr, planes_ptr, stats_ptr, scale, tables_stride,
+    begin, first_part, side, num_rows,
+    PART: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr, IS_WHOLE: tl.constexpr, MERGES: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a KV head over one part. The table's first entry is the block of position begin.
+
+    IS_WHOLE  the part is the whole context, planes the output
+    MERGES    planes are the state of the parts before, and then after; else what the rows know of this part, at its
+              place among those side by side
+    """
     rows_per_program: tl.constexpr = BLOCK_M // GROUP
     # the last rows see most: first
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head, request = tl.program_id(1), tl.program_id(2)
+    kv_head, request, place = tl.program_id(1), tl.program_id(2) // side, tl.program_id(2) % side
     first_row = tl.load(starts_ptr + request)
     rows = tl.load(starts_ptr + request + 1) - first_row
     if chunk * rows_per_program < rows:
-        context = tl.load(lens_ptr + request)
+        part_first = (first_part + place) * PART
+        # all that follows counts from the part's first position: the remainder of a position in its block is then
+        # known to be a tile's
+        context = tl.load(lens_ptr + request) - part_first
         lane = tl.arange(0, BLOCK_M)
         row = chunk * rows_per_program + lane // GROUP
         live = (lane < rows_per_program * GROUP) & (row < rows)
         limits = tl.where(live, context - rows + row + 1, 0)
         # int64: rows * heads * head_dim passes 2**31 for long prompts
         item = (first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + lane % GROUP
-        place = (item * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-        query = tl.load(query_ptr + place, mask=live[:, None], other=0.0).to(keys_ptr.dtype.element_ty)
-        if IS_FIRST:
-            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-            highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-        else:
-            acc = tl.load(state_ptr + place, mask=live[:, None], other=0.0)
-            highest = tl.load(stats_ptr + 2 * item, mask=live, other=LOWEST)
-            total = tl.load(stats_ptr + 2 * item + 1, mask=live, other=0.0)
-        # counted from the part's first position: the remainder of a position in its block is then known to be a tile's
-        last = tl.minimum(tl.max(limits, axis=0), part_last) - part_first
+        at = (item * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+        last = tl.minimum(tl.max(limits, axis=0), PART)
+        # positions that every row sees
+        seen = tl.minimum(context - rows + chunk * rows_per_program + 1, PART)
+        # the table may end before a part of which nothing is seen
+        tables_ptr += request.to(tl.int64) * tables_stride + tl.where(last > 0, part_first - begin, 0) // BLOCK_SIZE
+        query = tl.load(query_ptr + at, mask=live[:, None], other=0.0).to(keys_ptr.dtype.element_ty)
         acc, highest, total = attend_wide(
-            query, acc, highest, total, limits - part_first, last, context - part_first, scale, kv_head,
-            tables_ptr + request.to(tl.int64) * tables_stride, keys_ptr, values_ptr,
+            query, limits, tl.maximum(seen, 0), last, context, scale, kv_head, tables_ptr, keys_ptr, values_ptr,
             BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_STRIDES, VALUE_STRIDES, NUM_STAGES, PORTABLE,
         )  # fmt: skip
-        if IS_LAST:
+        if IS_WHOLE:
             total = tl.where(live, total, 1.0)[:, None]
-            tl.store(output_ptr + place, (acc / total).to(output_ptr.dtype.element_ty), mask=live[:, None])
+            tl.store(planes_ptr + at, (acc / total).to(planes_ptr.dtype.element_ty), mask=live[:, None])
         else:
-            tl.store(state_ptr + place, acc, mask=live[:, None])
+            if MERGES:
+                known = live & (row < tl.where(part_first > 0, rows, 0))
+                before = tl.load(planes_ptr + at, mask=known[:, None], other=0.0)
+                highest_before = tl.load(stats_ptr + 2 * item, mask=known, other=LOWEST)
+                total_before = tl.load(stats_ptr + 2 * item + 1, mask=known, other=0.0)
+                acc, highest, total = merged(before, highest_before, total_before, acc, highest, total)
+            else:
+                offset = (place * num_rows).to(tl.int64) * (KV_HEADS * GROUP)
+                item += offset
+                at += offset * HEAD_DIM
+            tl.store(planes_ptr + at, acc, mask=live[:, None])
             tl.store(stats_ptr + 2 * item, highest, mask=live)
             tl.store(stats_ptr + 2 * item + 1, total, mask=live)
+
+
+@triton.jit
+def merged(before, highest_before, total_before, acc, highest, total):
+    """What rows know after some parts and the next one."""
+    higher = tl.maximum(highest_before, highest)
+    old, new = tl.exp2(highest_before - higher), tl.exp2(highest - higher)
+    acc = before * old[:, None] + acc * new[:, None]
+    return acc, higher, total_before * old + total * new
+
+
+@triton.jit(do_not_specialize=["count", "first_part", "num_rows"])
+def merge_parts_kernel(
+    partials_ptr, partial_stats_ptr, state_ptr, stats_ptr, output_ptr, starts_ptr, count, first_part, num_rows,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    """All heads of one row: `count` parts side by side follow upon the state, if there is one, in order."""
+    row = tl.program_id(0) + tl.load(starts_ptr + tl.program_id(1))
+    if row < tl.load(starts_ptr + tl.program_id(1) + 1):
+        head = tl.arange(0, BLOCK)
+        live = head < HEADS
+        known = head < tl.minimum(first_part, 1) * HEADS
+        item = row.to(tl.int64) * HEADS + head
+        at = (item * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+        acc = tl.load(state_ptr + at, mask=known[:, None], other=0.0)
+        highest = tl.load(stats_ptr + 2 * item, mask=known, other=LOWEST)
+        total = tl.load(stats_ptr + 2 * item + 1, mask=known, other=0.0)
+        for place in range(count):
+            offset = (place * num_rows).to(tl.int64) * HEADS
+            next_acc = tl.load(partials_ptr + offset * HEAD_DIM + at, mask=live[:, None], other=0.0)
+            next_highest = tl.load(partial_stats_ptr + 2 * (offset + item), mask=live, other=LOWEST)
+            next_total = tl.load(partial_stats_ptr + 2 * (offset + item) + 1, mask=live, other=0.0)
+            acc, highest, total = merged(acc, highest, total, next_acc, next_highest, next_total)
+        if IS_LAST:
+            total = tl.where(live, total, 1.0)[:, None]
+            tl.store(output_ptr + at, (acc / total).to(output_ptr.dtype.element_ty), mask=live[:, None])
+        else:
+            tl.store(state_ptr + at, acc, mask=live[:, None])
+            tl.store(stats_ptr + 2 * item, highest, mask=live)
+            tl.store(stats_ptr + 2 * item + 1, total, mask=live)
+
+
+@triton.jit
+def attend_wide(
+    query, limits, seen, last, context, scale, kv_head, table_ptr, keys_ptr, values_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, NUM_STAGES: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of many rows over the positions below last of plain numbers, from nothing seen on.
+
+    Positions count from the first block of the table. Row i sees those below limits[i], and every row those below seen.
+    A tile of which a row sees nothing leaves that row's results as they were, bit for bit: the weights are zero and the
+    maximum stays.
+
+    query   [BLOCK_M, HEAD_DIM]
+    return  unnormalised outputs [BLOCK_M, HEAD_DIM], the maximum of the log2 weights and their sum, [BLOCK_M]; 0,
+            LOWEST and 0 where nothing is seen
+    """
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
+    whole = tl.minimum(seen, last) // BLOCK_N * BLOCK_N
+    # one tile ahead: a table entry read where it is used would take a stage of the pipeline from the tiles
+    following = tl.load(table_ptr)
+    for start in tl.range(0, whole, BLOCK_N, num_stages=NUM_STAGES):
+        block = following.to(tl.int64)
+        following = tl.load(table_ptr + tl.minimum(start + BLOCK_N, last - 1) // BLOCK_SIZE)
+        acc, highest, total = attend_tile(
+            query, acc, highest, total, limits, start, context, scale, kv_head, block, keys_ptr, values_ptr,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_STRIDES, VALUE_STRIDES, False, PORTABLE,
+        )  # fmt: skip
+    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        acc, highest, total = attend_tile(
+            query, acc, highest, total, limits, start, context, scale, kv_head, block, keys_ptr, values_ptr,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_STRIDES, VALUE_STRIDES, True, PORTABLE,
+        )  # fmt: skip
+    # all columns are the same sum
+    return acc, highest, tl.max(total, axis=1)
+
+
+@triton.jit
+def attend_tile(
+    query, acc, highest, total, limits, start, context, scale, kv_head, block, keys_ptr, values_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, IS_CUT: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """IS_CUT  some rows may not see all of the tile, and the context may end in it"""
+    token = tl.arange(0, BLOCK_N)
+    number: tl.constexpr = values_ptr.dtype.element_ty
+    offsets = start % BLOCK_SIZE + token
+    # positions within the block at which the context ends
+    end = context - start + start % BLOCK_SIZE if IS_CUT else BLOCK_SIZE
+    key_base = keys_ptr + block * KEY_STRIDES[0] + kv_head * KEY_STRIDES[2]
+    keys = load_numbers(key_base, offsets, end, HEAD_DIM, KEY_STRIDES[1], IS_CUT)
+    scores = multiply(query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PORTABLE)
+    if IS_CUT:
+        scores = tl.where((start + token)[None, :] < limits[:, None], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    # spelled out: a compiler that joined the two here and not there would make bits depend on how rows lie in programs
+    weights = tl.exp2(tl.fma(scores, scale, -higher[:, None])).to(number)
+    shrink = tl.exp2(highest - higher)
+    # a product with ones, so that the order of the sum is that of the tensor cores
+    ones = tl.full([BLOCK_N, 16], 1.0, number)
+    total = multiply(weights, ones, total * shrink[:, None], PORTABLE)
+    value_base = values_ptr + block * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[2]
+    values = load_numbers(value_base, offsets, end, HEAD_DIM, VALUE_STRIDES[1], IS_CUT)
+    acc = multiply(weights, values, acc * shrink[:, None], PORTABLE)
+    return acc, higher, total
+
+
+@triton.jit
+def load_numbers(ptr, offsets, end, WIDTH: tl.constexpr, STRIDE: tl.constexpr, IS_CUT: tl.constexpr):
+    """[tokens, WIDTH] of one block; what lies from end on is zero."""
+    at = ptr + offsets[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
+    if IS_CUT:
+        return tl.load(at, mask=(offsets < end)[:, None], other=0.0)
+    else:
+        return tl.load(at)

@@ -12,7 +12,7 @@ from engine.ops.attention_decode import (
     attention_decode_rounded_triton,
     attention_decode_triton,
 )
-from engine.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
+from engine.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton, parts_side_by_side
 from engine.ops.attention_splits import num_splits, split_count, split_start, split_starts
 from engine.ops.coded_kv import CodedKV
 from engine.ops.hadamard import hadamard_reference
@@ -34,7 +34,7 @@ def decode_kernel(query, cache, starts, lens, tables, scale):
 
 
 def prefill_kernel(query, cache, starts, lens, tables, scale):
-    return attention_prefill_triton(query, cache, starts, lens, tables, scale, segment=BLOCK)
+    return attention_prefill_triton(query, cache, starts, lens, tables, scale, part=BLOCK)
 
 
 def ready(query, cache):
@@ -158,17 +158,40 @@ def test_rounded_decode_gates_and_rounds(implementation, name, device):
 
 @needs_kernels
 @pytest.mark.parametrize("name", NAMES)
-def test_prefill_is_the_same_in_one_segment_and_in_many(name, device):
-    cache, tables = filled_cache(name, [150], 1, device)
+def test_prefill_is_the_same_in_parts_side_by_side(name, device):
+    """Of the second request, whose rows see one part, the others know nothing."""
+    cache, tables = filled_cache(name, [290, 40], 1, device)
+    query = query_of(27, device)
+
+    def side_by_side(count):
+        def run(query, cache, starts, lens, tables, scale):
+            options = {"part": BLOCK, "side_by_side": count}
+            return attention_prefill_triton(query, cache, starts, lens, tables, scale, **options)
+
+        return attend(run, query, cache, [20, 7], [290, 40], tables)
+
+    assert torch.equal(side_by_side(1), side_by_side(2))
+    assert torch.equal(side_by_side(1), side_by_side(4))
+
+
+@needs_kernels
+def test_a_part_that_holds_the_context_is_all_there_is(device):
+    cache, tables = filled_cache("int8-g64", [60], 1, device)
     query = query_of(20, device)
 
-    def in_segments(tokens):
+    def parts_of(tokens):
         def run(query, cache, starts, lens, tables, scale):
-            return attention_prefill_triton(query, cache, starts, lens, tables, scale, segment=tokens)
+            return attention_prefill_triton(query, cache, starts, lens, tables, scale, max_context=128, part=tokens)
 
-        return attend(run, query, cache, [20], [150], tables)
+        return attend(run, query, cache, [20], [60], tables)
 
-    assert_same_bits(in_segments(BLOCK), in_segments(4 * BLOCK))
+    assert torch.equal(parts_of(64), parts_of(128))
+
+
+def test_parts_side_by_side_fill_a_card():
+    # 64 rows of the 35B, 512, 1,024, and so many that one part is enough
+    assert [parts_side_by_side(programs) for programs in (8, 64, 128, 256, 512)] == [4, 2, 1, 1, 1]
+    assert parts_side_by_side(192) == 2
 
 
 @needs_kernels

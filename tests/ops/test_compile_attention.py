@@ -10,7 +10,7 @@ from engine.ops.attention_decode import (
     attention_decode_kernel,
     decode_shape_for,
 )
-from engine.ops.attention_prefill import attention_prefill_kernel, prefill_shape_for
+from engine.ops.attention_prefill import PART, attention_prefill_kernel, merge_parts_kernel, prefill_shape_for
 from engine.ops.coded_kv import CodedKV
 from engine.ops.kv_append_projected import kv_append_projected_kernel
 from engine.ops.kv_restore import kv_restore_kernel
@@ -18,9 +18,8 @@ from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
-INTEGERS = dict.fromkeys(
-    ["tables_stride", "max_splits", "gate_stride", "part_first", "part_last", "x_stride", "first_block"], "i32"
-)
+INTEGERS = ["tables_stride", "max_splits", "gate_stride", "x_stride", "first_block"]
+INTEGERS += ["begin", "first_part", "side", "num_rows", "count"]
 POINTERS = {
     "query_ptr": "*bf16",
     "output_ptr": "*bf16",
@@ -64,7 +63,11 @@ def storage(codec, kv_heads):
 
 def check(kernel, capability, types, constants, num_warps, **options):
     made = compiled(
-        kernel, capability, INTEGERS | {"scale": "fp32", "eps": "fp32"} | POINTERS | types, constants, num_warps
+        kernel,
+        capability,
+        dict.fromkeys(INTEGERS, "i32") | {"scale": "fp32", "eps": "fp32"} | POINTERS | types,
+        constants,
+        num_warps,
     )
     assert made.metadata.shared <= SHARED_MEMORY[capability]
     return made.asm["ptx"]
@@ -85,21 +88,22 @@ def decode_ptx(name, capability, kv_heads, group, rows, depends):
     return check(attention_decode_kernel, capability, types, constants, shape.num_warps, maxnreg=shape.max_registers)
 
 
-def prefill_ptx(number, capability, kv_heads, group, *, is_first):
+def prefill_ptx(number, capability, kv_heads, group, *, is_whole):
     """number  of the cache or of what is restored from codes"""
     shape = prefill_shape_for(divmod(capability, 10))
     wanted = ("KV_HEADS", "HEAD_DIM", "BLOCK_SIZE", "KEY_STRIDES", "VALUE_STRIDES")
     plain = {name: storage(CODECS["bf16"], kv_heads)[name] for name in wanted}
     constants = plain | {
+        "PART": PART,
         "GROUP": group,
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "NUM_STAGES": shape.num_stages,
-        "IS_FIRST": is_first,
-        "IS_LAST": not is_first,
+        "IS_WHOLE": is_whole,
+        "MERGES": not is_whole,
         "PORTABLE": False,
     }
-    types = dict.fromkeys(["keys_ptr", "values_ptr", "query_ptr"], f"*{number}")
+    types = dict.fromkeys(["keys_ptr", "values_ptr", "query_ptr"], f"*{number}") | {"planes_ptr": "*fp32"}
     return check(attention_prefill_kernel, capability, types, constants, shape.num_warps)
 
 
@@ -127,7 +131,14 @@ def test_decode_of_several_rows(name):
     "number, capability", [("bf16", 80), ("bf16", 86), ("bf16", 100), ("fp16", 86), ("fp16", 90), ("bf16", 120)]
 )
 def test_prefill(number, capability):
-    prefill_ptx(number, capability, *MODELS[0], is_first=number == "bf16")
+    prefill_ptx(number, capability, *MODELS[0], is_whole=number == "bf16")
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+def test_merge(capability):
+    types = dict.fromkeys(["partials_ptr", "partial_stats_ptr"], "*fp32")
+    constants = {"HEADS": 24, "BLOCK": 32, "HEAD_DIM": 256, "IS_LAST": True}
+    check(merge_parts_kernel, capability, types, constants, 4)
 
 
 @pytest.mark.parametrize("capability, is_rounded", [(80, True), (86, True), (90, True), (90, False), (120, True)])
