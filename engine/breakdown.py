@@ -20,8 +20,10 @@ SHOWN = 40
 def breakdown(config: EngineConfig, num_prompt_tokens: int) -> dict[str, Any]:
     """Of one request that decodes behind a prompt of this length.
 
-    return  step_us: of a step without the profiler; kernel_us: sum over its kernels, which may overlap;
-            kernels: name, how often a step runs it, and its share of kernel_us in us, the longest first
+    return  step_us: of a step without the profiler, and profiled_us with it; kernel_us: sum over its kernels, which may
+            overlap; kernels: name, how often a step runs it, its share of kernel_us, by how much it ended later than
+            all before it (added_us; these add up to the step) and of that the time in which nothing ran (idle_us), the
+            longest first
     """
     core = load_filled(config.model_copy(update={"prefix_caching": False}))
     output = SamplingParams(max_tokens=4 * (STEPS + WARM_STEPS) * (1 + core.info.num_drafts), temperature=0.0)
@@ -31,17 +33,16 @@ def breakdown(config: EngineConfig, num_prompt_tokens: int) -> dict[str, Any]:
     _run(core, WARM_STEPS)
     step_s = _run(core, STEPS)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _run(core, STEPS)
+        profiled_s = _run(core, STEPS)
     kernels = _by_name(profiler)
-    total_us = sum(us for _, us in kernels.values())
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:SHOWN]
+    longest = sorted(kernels.items(), key=lambda item: -item[1]["added_us"])[:SHOWN]
     return {
         "prompt_tokens": num_prompt_tokens,
         "step_us": round(step_s * 1e6, 1),
-        "kernel_us": round(total_us / STEPS, 1),
+        "profiled_us": round(profiled_s * 1e6, 1),
+        "kernel_us": round(sum(found["us"] for found in kernels.values()) / STEPS, 1),
         "kernels": [
-            {"name": name, "count": round(count / STEPS, 2), "us": round(us / STEPS, 2)}
-            for name, (count, us) in longest
+            {"name": name} | {key: round(number / STEPS, 2) for key, number in found.items()} for name, found in longest
         ],
     }
 
@@ -56,10 +57,16 @@ def _run(core: EngineCore, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _by_name(profiler: profile) -> dict[str, tuple[int, float]]:
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, us = found[event.name]
-            found[event.name] = count + 1, us + event.time_range.elapsed_us()
+def _by_name(profiler: profile) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0, "us": 0.0, "added_us": 0.0, "idle_us": 0.0})
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    ended = events[0].time_range.start if events else 0.0
+    for event in events:
+        kernel, span = found[event.name], event.time_range
+        kernel["count"] += 1
+        kernel["us"] += span.elapsed_us()
+        kernel["added_us"] += max(span.end - ended, 0.0)
+        kernel["idle_us"] += max(span.start - ended, 0.0)
+        ended = max(ended, span.end)
     return found

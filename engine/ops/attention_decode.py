@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.attention_splits import num_splits, split_count, split_start
-from engine.ops.attention_tile import attend_narrow, load_query
+from engine.ops.attention_tile import LOWEST, attend_narrow, load_query, prefetch_block
 from engine.ops.coded_kv import CodedKV, decoded
 from engine.ops.hadamard import hadamard_reference, hadamard_signs
 from engine.ops.paged_attention import paged_attention_reference
@@ -19,7 +19,9 @@ from engine.ops.quantized_dot import has_dependent_launch, is_interpreted
 
 MAX_ROWS = 8
 # splits that a program reads at a time, all in flight at once
-COMBINE_TILE, COMBINE_WARPS = 128, 8
+COMBINE_TILE, COMBINE_WARPS, COMBINE_STAGES = 128, 8, tl.constexpr(3)
+# blocks that a program asks for before the query is there
+PREFETCHED = tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ class DecodeCall:
         shape = shape or decode_shape(self.cache, self.max_rows * group)
         chunks = triton.cdiv(self.max_rows, shape.block_m // group)
         per_head = triton.cdiv(shape.programs, kv_heads * chunks * len(self.context_lens))
-        attention_decode_kernel[(min(per_head, most), kv_heads * chunks, len(self.context_lens))](
+        attention_decode_kernel[(kv_heads * chunks, min(per_head, most), len(self.context_lens))](
             self.query,
             *storage_tensors(self.cache),
             self.block_tables,
@@ -339,7 +341,8 @@ def decode_shape_for(
         block_m=32 if is_wide else 16,
         block_n=64 if is_large or value_fold > 1 else 32,
         num_warps=8 if is_wide else 4,
-        num_stages=2,
+        # a tile in flight while one is multiplied, where both fit beside two other programs
+        num_stages=3 if is_large and value_fold > 1 else 2,
         programs=6 * processors,
         # three programs at a time on a multiprocessor instead of two
         max_registers=168 if value_fold > 1 else None,
@@ -379,12 +382,12 @@ def attention_decode_kernel(
     PORTABLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # nothing is launched early: programs that wait would take the places of this kernel's own
+    """What is read before the wait is older than the pass; keys and values are only asked for there."""
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows_per_chunk: tl.constexpr = BLOCK_M // GROUP
     heads: tl.constexpr = KV_HEADS * GROUP
-    kv_head, chunk, request = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS, tl.program_id(2)
+    kv_head, chunk, request = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(2)
     first_row = tl.load(starts_ptr + request)
     rows = tl.load(starts_ptr + request + 1) - first_row
     context = tl.load(lens_ptr + request)
@@ -395,18 +398,30 @@ def attention_decode_kernel(
     # int64: rows * heads * splits * head_dim passes 2**31 for several requests
     item = (first_row + row).to(tl.int64) * heads + kv_head * GROUP + lane % GROUP
     number: tl.constexpr = keys_ptr.dtype.element_ty if KEY_FOLD == 1 else tl.float16
-    query = load_query(query_ptr + item * HEAD_DIM, live, HEAD_DIM, KEY_FOLD, number)
     splits = split_count(tl.max(limits, axis=0))
+    # the far splits are the long ones: first
+    turn = tl.program_id(1)
+    if turn >= splits:
+        return
+    tables_ptr += request.to(tl.int64) * tables_stride
+    if DEPENDENT:
+        first = split_start(splits - 1 - turn) // BLOCK_SIZE
+        for i in tl.static_range(PREFETCHED):
+            if (first + i) * BLOCK_SIZE < tl.minimum(split_start(splits - turn), context):
+                block = tl.load(tables_ptr + first + i).to(tl.int64)
+                prefetch_block(keys_ptr, block, kv_head, HEAD_DIM, BLOCK_SIZE, KEY_FOLD, KEY_STRIDES)
+                prefetch_block(values_ptr, block, kv_head, HEAD_DIM, BLOCK_SIZE, VALUE_FOLD, VALUE_STRIDES)
+        tl.extra.cuda.gdc_wait()
+    query, factors = load_query(query_ptr + item * HEAD_DIM, live, scale, HEAD_DIM, KEY_FOLD, number)
     width: tl.constexpr = HEAD_DIM // VALUE_FOLD
     c = tl.arange(0, width)
-    # the far splits are the long ones: first
-    for turn in range(tl.program_id(0), splits, tl.num_programs(0)):
+    for turn in range(tl.program_id(1), splits, tl.num_programs(1)):
         split = splits - 1 - turn
         acc, highest, total = attend_narrow(
-            query, limits, split_start(split), tl.minimum(split_start(split + 1), context), context, scale, kv_head,
-            tables_ptr + request.to(tl.int64) * tables_stride, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE, KEY_FOLD, VALUE_FOLD, KEY_STRIDES, VALUE_STRIDES,
-            KEY_SCALE_STRIDES, VALUE_SCALE_STRIDES, NUM_STAGES, PORTABLE,
+            query, factors, limits, split_start(split), tl.minimum(split_start(split + 1), context), context, kv_head,
+            tables_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_SIZE,
+            KEY_FOLD, VALUE_FOLD, KEY_STRIDES, VALUE_STRIDES, KEY_SCALE_STRIDES, VALUE_SCALE_STRIDES, NUM_STAGES,
+            PORTABLE,
         )  # fmt: skip
         place = item * max_splits + split
         for j in tl.static_range(VALUE_FOLD):
@@ -449,25 +464,25 @@ def attention_combine_kernel(
         splits = split_count(tl.load(lens_ptr + request) - rows + row + 1)
         item = (first_row + row).to(tl.int64) * HEADS + head
         tile = tl.arange(0, TILE)
-        tops = tl.full([TILE], float("-inf"), tl.float32)
-        for start in range(0, splits, TILE):
-            place = item * max_splits + start + tile
-            stats = tl.load(stats_ptr + 2 * place, mask=start + tile < splits, other=float("-inf"))
-            tops = tl.maximum(tops, stats)
-        top = tl.max(tops, axis=0)
         lane = tl.arange(0, 64)
         # dimension FOLD * c + j of the head stands at j * width + c: runs of 64 / FOLD numbers belong to the group
         run: tl.constexpr = 64 // FOLD
         position = lane // run * (HEAD_DIM // FOLD) + group * run + lane % run
         sums = tl.zeros([TILE, 64], tl.float32)
         totals = tl.zeros([TILE], tl.float32)
-        for start in tl.range(0, splits, TILE, num_stages=3):
+        top = tl.full([], LOWEST, tl.float32)
+        for start in tl.range(0, splits, TILE, num_stages=COMBINE_STAGES):
             place = item * max_splits + start + tile
             held = start + tile < splits
-            weights = tl.exp2(tl.load(stats_ptr + 2 * place, mask=held, other=float("-inf")) - top)
-            totals += weights * tl.load(stats_ptr + 2 * place + 1, mask=held, other=0.0)
+            highest = tl.load(stats_ptr + 2 * place, mask=held, other=float("-inf"))
+            total = tl.load(stats_ptr + 2 * place + 1, mask=held, other=0.0)
             source = partials_ptr + (place * HEAD_DIM)[:, None] + position[None, :]
-            sums += weights[:, None] * tl.load(source, mask=held[:, None], other=0.0)
+            part = tl.load(source, mask=held[:, None], other=0.0)
+            higher = tl.maximum(top, tl.max(highest, axis=0))
+            weights, shrink = tl.exp2(highest - higher), tl.exp2(top - higher)
+            totals = totals * shrink + weights * total
+            sums = sums * shrink + weights[:, None] * part
+            top = higher
         output = tl.sum(sums, axis=0)
         total = tl.sum(totals, axis=0)
         output = output / total

@@ -11,6 +11,7 @@ from engine.ops.kv_append_coded import kv_append_coded_reference
 from engine.ops.kv_codec_e8 import encode_e8_groups
 from engine.ops.kv_codec_int8 import encode_int8_groups
 from engine.ops.paged_kv import PagedKV
+from engine.ops.prefetch import prefetch
 from engine.ops.quantized_dot import has_dependent_launch
 from engine.ops.rms_norm import rms_norm_reference
 from engine.ops.rope import rope_reference
@@ -147,11 +148,15 @@ def kv_append_projected_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One head of one row; dimension 64 g + 8 a + b stands at [g, a, b]."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups: tl.constexpr = HEAD_DIM // 64
     octets = 64 * tl.arange(0, groups)[:, None] + 8 * tl.arange(0, 8)[None, :]
     dims = octets[:, :, None] + tl.arange(0, 8)[None, None, :]
     if DEPENDENT:
+        if head < HEADS + KV_HEADS:
+            prefetch(weight_ptr + head * HEAD_DIM + 32 * tl.arange(0, HEAD_DIM // 32))
         tl.extra.cuda.gdc_wait()
     source = x_ptr + row * x_stride + head * HEAD_DIM
     x = tl.load(source + dims).to(tl.float32)

@@ -124,11 +124,11 @@ def check_prefill(codec, kv_heads, heads):
             part, cache, integers(0, len(part)), lens, tables, SCALE, (len(part),), context, **options
         )
 
-    whole = run(0, rows)
+    whole, parts = run(0, rows), {"part": 1024}
     oracle = attention_decode_reference(query.double(), cache, integers(0, rows), integers(context), tables, SCALE)
     same = {
         "cut at 333": torch.equal(whole, torch.cat([run(0, 333), run(333, rows)])),
-        "segments of 1024": torch.equal(whole, run(0, rows, segment=1024)),
+        "parts side by side": torch.equal(run(0, rows, **parts, side_by_side=1), run(0, rows, **parts, side_by_side=3)),
     }
     return {**errors(whole, oracle), "same_bits": same}
 
@@ -215,26 +215,29 @@ def time_decode(codec, kv_heads, heads, copy_rate, rows_list=ROWS, contexts=CONT
     return found
 
 
-def time_layer(codec, kv_heads, heads):
-    """What stands between the two products of a decode pass: append, attention, gate and rounding, one row."""
-    found = []
-    for context in CONTEXTS:
+def time_layer(codec, kv_heads, heads, contexts=(7680, *CONTEXTS)):
+    """What stands between the two products of a decode pass: append, attention, gate and rounding, one row.
+
+    Launched as in a graph, for the longest context.
+    """
+    found, most = [], max(contexts)
+    for context in contexts:
         per_copy, copy_bytes = context // BLOCK, context * codec.bytes_per_token(kv_heads, HEAD_DIM)
         copies = max(2, min(64, -(-DISTINCT_BYTES // copy_bytes)))
         cache = storage(codec, per_copy * copies, kv_heads)
         tables = torch.randperm(per_copy * copies, device=DEVICE).int().view(copies, 1, per_copy)
         arguments = projection(1, kv_heads, heads)
         gate = arguments[0][:, -heads * HEAD_DIM :]
-        workspace = DecodeWorkspace.empty(1, heads, HEAD_DIM, context, DEVICE)
+        workspace = DecodeWorkspace.empty(1, heads, HEAD_DIM, most, DEVICE)
         starts, lens = integers(0, 1), integers(context)
         slots = [table[0, -1:].long() * BLOCK + BLOCK - 1 for table in tables]
 
-        def run(arguments=arguments, gate=gate, cache=cache, tables=tables, slots=slots, context=context,
-                starts=starts, lens=lens, workspace=workspace):  # fmt: skip
+        def run(arguments=arguments, gate=gate, cache=cache, tables=tables, slots=slots, starts=starts, lens=lens,
+                workspace=workspace):  # fmt: skip
             for table, slot in zip(tables, slots, strict=True):
                 query = kv_append_projected_triton(*arguments, cache, slot, dependent=True)
                 attention_decode_rounded_triton(
-                    query, gate, cache, starts, lens, table, SCALE, 1, context, workspace, dependent=True
+                    query, gate, cache, starts, lens, table, SCALE, 1, most, workspace, dependent=True
                 )
 
         us = milliseconds(run) / copies * 1e3
