@@ -250,7 +250,8 @@ def test_memory_stays_as_it_is(graphs, prompts):
         gc.collect()
         device.append(torch.cuda.memory_allocated())
         host.append(resident_bytes())
-    print(f"{count} requests, {tokens} tokens in {time.monotonic() - began:.0f} s; device {device}, host {host}")
+        done = f"{(batch + 1) * (count // 10)} requests, {tokens} tokens in {time.monotonic() - began:.0f} s"
+        print(f"{done}; device {device[-1]:,}, host {host[-1]:,}", flush=True)
     assert max(device[2:]) <= device[1] + 2**20
     assert host[-1] <= host[1] + 2**24
 
