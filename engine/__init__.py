@@ -25,6 +25,7 @@ from engine.request import (
     TokenEvent,
     TokenLogprob,
 )
+from engine.token_stream import Follower, join
 from engine.validation import LOGIT_BIAS_RANGE, MAX_LOGIT_BIASES, SAMPLING_RANGES
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "FinishReason",
+    "Follower",
     "QueueFullError",
     "Request",
     "RequestError",
@@ -52,5 +54,6 @@ __all__ = [
     "TokenLogprob",
     "UnavailableError",
     "check_constraint",
+    "join",
     "resolve_checkpoint",
 ]

@@ -1,15 +1,16 @@
 """One engine process as its parent holds it: start it, talk to it, notice its end."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from config import EngineConfig
 from engine.errors import CapacityError, CheckpointError, EngineDiedError
@@ -20,12 +21,45 @@ EXIT_WAIT_S = 1.0
 LAST_WORD_WAIT_S = 0.5
 
 
+class Inbox:
+    """Messages of a socket in the order in which they came. One reader at a time.
+
+    The socket is read when its descriptor says so and emptied at once: a future and several system calls for each
+    message, as zmq's own way into asyncio has them, would cost more than a step's tokens do.
+    """
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._messages: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop.add_reader(socket.get(zmq.FD), self.look)
+
+    async def take(self) -> bytes:
+        while not self._messages:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._messages.popleft()
+
+    def look(self) -> None:
+        """Takes what there is. The descriptor tells only once of what came, and telling it to whoever sends counts."""
+        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            self._messages.append(self._socket.recv(zmq.NOBLOCK))
+        if self._messages and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.get(zmq.FD))
+        self._socket.close()
+
+
 class ChildProcess:
     """A started engine process. Its standard input stays open as long as the parent lives; its end ends the process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, directory: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.Socket, directory: str) -> None:
         self._process = process
         self._socket = socket
+        self._inbox = Inbox(socket)
         self._directory = directory
 
     @classmethod
@@ -40,7 +74,8 @@ class ChildProcess:
         try:
             process = await _launch(address, module, host_file)
         except BaseException:
-            _free(socket, directory)
+            socket.close()
+            shutil.rmtree(directory, ignore_errors=True)
             raise
         assert process.stdin is not None
         process.stdin.write(config.model_dump_json().encode() + b"\n")
@@ -53,12 +88,13 @@ class ChildProcess:
     async def send(self, message: ToEngine) -> None:
         """raises  EngineDiedError when nobody is left to receive"""
         try:
-            await self._socket.send(encode(message), flags=zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise EngineDiedError("the engine process has just ended") from error
+        self._inbox.look()
 
     async def receive(self) -> FromEngine:
-        return decode_from_engine(await self._socket.recv())
+        return decode_from_engine(await self._inbox.take())
 
     async def ready(self) -> Ready:
         """Waits until the checkpoint is loaded. raises CheckpointError, CapacityError, EngineDiedError"""
@@ -72,10 +108,11 @@ class ChildProcess:
 
     async def last_words(self) -> str:
         """Why the process ended, as far as it could say."""
-        while await self._socket.poll(LAST_WORD_WAIT_S * 1000):
-            message = await self.receive()
-            if isinstance(message, Failed):
-                return message.text
+        with contextlib.suppress(TimeoutError):
+            while True:
+                message = await asyncio.wait_for(self.receive(), LAST_WORD_WAIT_S)
+                if isinstance(message, Failed):
+                    return message.text
         return f"the engine process ended with {_describe_exit(self._process.returncode)}"
 
     async def kill(self) -> None:
@@ -88,7 +125,8 @@ class ChildProcess:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        _free(self._socket, self._directory)
+        self._inbox.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _receive_or_end(self) -> FromEngine:
         receiving = asyncio.ensure_future(self.receive())
@@ -115,13 +153,8 @@ async def _launch(address: str, module: str, host_file: int | None) -> asyncio.s
     )
 
 
-def _free(socket: zmq.asyncio.Socket, directory: str) -> None:
-    socket.close()
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _bind(address: str) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+def _bind(address: str) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.PAIR)
     # what waits is bounded by the requests in flight; a full queue would stop the engine's step
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)

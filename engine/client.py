@@ -15,7 +15,7 @@ from engine.child import ChildProcess
 from engine.errors import CapacityError, EngineDiedError, EngineError, QueueFullError, RequestError, SamplingError
 from engine.messages import Abort, Answer, Failed, FromEngine, Ready, Stepped, Submit
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
-from engine.token_stream import TokenStream
+from engine.token_stream import Follower, TokenStream
 from engine.validation import check_request
 
 MAX_STARTS = 3
@@ -54,16 +54,13 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, request_id: str) -> AsyncIterator[TokenEvent]:
-        """Events of a submitted request up to and including the one with a finish reason.
-
-        raises  EngineDiedError when the engine dies under the request
-        """
+    def follow(self, request_id: str, follower: Follower) -> None:
+        """Calls the follower, on the event loop, with each event of a submitted request: up to and including the one
+        with a finish reason, or with the error under which it ended."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request within one step; unknown and finished ids are ignored. It cannot be streamed after that,
-        unless its stream was opened before."""
+        """Ends a request within one step; unknown and finished ids are ignored. Its follower is not called any more."""
         ...
 
     async def gone(self) -> None:
@@ -153,10 +150,18 @@ class EngineClient:
             await self._leave(request.request_id)
             raise
 
+    def follow(self, request_id: str, follower: Follower) -> None:
+        stream = self._submitted(request_id)
+        stream.follow(follower)
+        if stream.is_finished:
+            del self._streams[request_id]
+
     async def stream(self, request_id: str) -> AsyncIterator[TokenEvent]:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            raise RequestError(f"request_id {request_id!r} was not submitted, or its stream was already read")
+        """The same events for one who waits for them. A reader that leaves early ends the request.
+
+        raises  EngineDiedError when the engine dies under the request
+        """
+        stream = self._submitted(request_id)
         stream.is_opened = True
         try:
             while True:
@@ -169,6 +174,7 @@ class EngineClient:
             await self._leave(request_id)
 
     async def abort(self, request_id: str) -> None:
+        """A stream that was opened before can be read to its end."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -203,6 +209,12 @@ class EngineClient:
         if not self._is_busy():
             self._last_progress = time.monotonic()
         stream = self._streams[request_id] = TokenStream()
+        return stream
+
+    def _submitted(self, request_id: str) -> TokenStream:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_followed:
+            raise RequestError(f"request_id {request_id!r} was not submitted, or its stream was already read")
         return stream
 
     async def _leave(self, request_id: str) -> None:
@@ -307,6 +319,8 @@ class EngineClient:
                     # what comes before the answer is of an earlier request of the same id
                     if (stream := self._streams.get(event.request_id)) and stream.is_admitted:
                         stream.put(event)
+                        if stream.is_finished and stream.is_followed:
+                            del self._streams[event.request_id]
             case Answer(request_id=request_id):
                 if stream := self._streams.get(request_id):
                     _answer(stream, message)
@@ -340,6 +354,7 @@ class EngineClient:
     def _fail_streams(self, text: str) -> None:
         for stream in self._streams.values():
             stream.fail(EngineDiedError(text, self._retry_after_s()))
+        self._streams = {name: stream for name, stream in self._streams.items() if not stream.is_followed}
 
     def _retry_after_s(self) -> int:
         return math.ceil(self._load_s + self._wait_s())

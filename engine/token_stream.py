@@ -1,14 +1,17 @@
 """The events of one request between the engine and its reader."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import chain
 
 from engine.errors import EngineError
 from engine.request import TokenEvent
 
+Follower = Callable[[TokenEvent | Exception], None]
+
 
 class TokenStream:
-    """Events wait here until they are read; those that pile up are joined into one."""
+    """Events go to a follower, or wait here until they are read; those that pile up are joined into one."""
 
     def __init__(self) -> None:
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -17,6 +20,7 @@ class TokenStream:
         self._unread: list[TokenEvent] = []
         self._error: EngineError | None = None
         self._changed = asyncio.Event()
+        self._follower: Follower | None = None
 
     @property
     def is_admitted(self) -> bool:
@@ -30,10 +34,26 @@ class TokenStream:
         if not self._admitted.done():
             self._admitted.set_result(None)
 
+    @property
+    def is_followed(self) -> bool:
+        return self._follower is not None
+
+    def follow(self, follower: Follower) -> None:
+        """Hands over what waits here, and from now on each event, and the error, at once."""
+        self._follower = follower
+        events, self._unread = self._unread, []
+        if events:
+            follower(join(events))
+        if self._error is not None:
+            follower(self._error)
+
     def put(self, event: TokenEvent) -> None:
-        self._unread.append(event)
         self.is_finished = event.finish_reason is not None
-        self._changed.set()
+        if self._follower is not None:
+            self._follower(event)
+        else:
+            self._unread.append(event)
+            self._changed.set()
 
     def fail(self, error: EngineError) -> None:
         """Ends an unfinished stream with an error; what was generated before it is still read first."""
@@ -44,6 +64,8 @@ class TokenStream:
         self._changed.set()
         if not self._admitted.done():
             self._admitted.set_exception(error)
+        if self._follower is not None:
+            self._follower(error)
 
     async def get(self) -> TokenEvent:
         """raises  the error that the stream failed with"""
@@ -54,11 +76,13 @@ class TokenStream:
         events, self._unread = self._unread, []
         if self._error is None:
             self._changed.clear()
-        return events[0] if len(events) == 1 else join(events)
+        return join(events)
 
 
 def join(events: list[TokenEvent]) -> TokenEvent:
     """One event that says what several in a row said."""
+    if len(events) == 1:
+        return events[0]
     return TokenEvent(
         request_id=events[0].request_id,
         token_ids=tuple(chain.from_iterable(event.token_ids for event in events)),

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import engine
@@ -34,14 +34,15 @@ class Answer:
     generation: Generation
     is_accounted: bool = False
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """What arrives together, with the index of its choice. raises engine.EngineError"""
-        async for batch in self.generation.batches():
-            yield [(index, self.choices[index].push(event)) for index, event in batch]
-            for index, event in batch:
-                # a stop string or a last call ends an answer before the engine would
-                if event.finish_reason is None and self.choices[index].finish_reason is not None:
-                    await self.generation.end(index)
+    async def next(self) -> list[tuple[int, Delta]]:
+        """What has arrived, with the index of its choice; nothing when all is said. raises engine.EngineError"""
+        events = await self.generation.next()
+        deltas = [(index, self.choices[index].push(event)) for index, event in events]
+        for index, event in events:
+            # a stop string or a last call ends an answer before the engine would
+            if event.finish_reason is None and self.choices[index].finish_reason is not None:
+                await self.generation.end(index)
+        return deltas
 
     async def close(self) -> None:
         await self.generation.close()

@@ -116,7 +116,10 @@ class RequestBoundary:
             return
         exchange = Exchange(send, _request_id(scope))
         held = HeldBody(self._serving.held)
-        scope.setdefault("state", {})["held"] = held
+        state = scope.setdefault("state", {})
+        state["held"] = held
+        # the layers between add nothing to the parts of a body
+        state["send_body"] = send
         try:
             self._identify(scope, exchange.request_id)
             await self._app(scope, receive, exchange.send)

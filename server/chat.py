@@ -1,6 +1,6 @@
 """POST /v1/chat/completions, streamed and whole."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from server.http import json_response, read_json
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
 from server.prompt import MESSAGES, Prompt
-from server.protocol import ChatRequest
+from server.protocol import ChatRequest, to_json
 from server.reasoning import Reasoning
 from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_for, stop_strings
 from server.serving import Serving
@@ -37,6 +37,7 @@ from server.tool_calls import CallArguments, CallStart, Content
 from server.tool_schema import ToolSchemas, declared_tools
 
 CHUNK = "chat.completion.chunk"
+BEGINNING = b'{"role":"assistant","content":""}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,34 @@ class ChatAnswer:
     def head(self, kind: str) -> dict[str, Any]:
         answer = self.answer
         return {"id": answer.answer_id, "object": kind, "created": answer.created, "model": answer.model}
+
+    def chunks(self) -> "Chunks":
+        head = to_json(self.head(CHUNK)).removesuffix(b"}")
+        return Chunks(
+            b"data: " + head + b',"choices":[{"index":',
+            b"}]" + (b',"usage":null' if self.wants_usage else b"") + b"}\n\n",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of one answer, which differ in little: all but that is written once.
+
+    before  what stands before the choice's index; after  what stands behind the choice
+    """
+
+    before: bytes
+    after: bytes
+
+    def write(self, index: int, delta: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null") -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self.before,
+            index,
+            delta,
+            logprobs,
+            finish_reason,
+            self.after,
+        )
 
 
 class ChatCompletions:
@@ -152,11 +181,11 @@ def _limit(body: ChatRequest, model: ServedModel) -> OutputLimit:
 
 async def _events(chat: ChatAnswer, request_id: str) -> AsyncGenerator[bytes]:
     """Role, deltas, one finish per choice, usage when asked for, and the marker; or an error and no marker."""
-    answer = chat.answer
-    yield b"".join(_chunk(chat, index, {"role": "assistant", "content": ""}) for index in range(len(answer.choices)))
+    answer, chunks = chat.answer, chat.chunks()
+    yield b"".join(chunks.write(index, BEGINNING) for index in range(len(answer.choices)))
     try:
-        async for batch in answer.deltas():
-            if written := b"".join([_written(chat, index, delta) for index, delta in batch]):
+        while batch := await answer.next():
+            if written := b"".join([_written(chunks, index, delta) for index, delta in batch]):
                 yield written
     except engine.EngineError as error:
         yield data(from_exception(error, request_id).body())
@@ -166,53 +195,38 @@ async def _events(chat: ChatAnswer, request_id: str) -> AsyncGenerator[bytes]:
     yield end_of_stream(answer)
 
 
-def _written(chat: ChatAnswer, index: int, delta: Delta) -> bytes:
+def _written(chunks: Chunks, index: int, delta: Delta) -> bytes:
     parts = [body for event in delta.events if (body := _delta_body(event))]
-    if delta.logprobs and not parts:
-        parts = [{"content": ""}]
-    logprobs = delta.logprobs
-    chunks: list[bytes] = []
+    if not delta.logprobs and delta.finish_reason is None:
+        return b"".join([chunks.write(index, part) for part in parts])
+    return b"".join(_last_or_measured(chunks, index, delta, parts))
+
+
+def _last_or_measured(chunks: Chunks, index: int, delta: Delta, parts: Sequence[bytes]) -> Iterator[bytes]:
+    """With log-probabilities in the first chunk, or an end behind the last."""
+    if delta.logprobs:
+        first, *parts = parts or [b'{"content":""}']
+        yield chunks.write(index, first, logprobs=to_json({"content": delta.logprobs}))
     for part in parts:
-        chunks.append(_chunk(chat, index, part, logprobs=logprobs))
-        logprobs = []
+        yield chunks.write(index, part)
     if delta.finish_reason is not None:
-        chunks.append(_chunk(chat, index, {}, finish_reason=delta.finish_reason))
-    return b"".join(chunks)
+        yield chunks.write(index, b"{}", finish_reason=to_json(delta.finish_reason))
 
 
-def _delta_body(event: Event) -> dict[str, Any] | None:
+def _delta_body(event: Event) -> bytes | None:
     match event:
         case Content(text):
-            return {"content": text}
+            return b'{"content":%b}' % to_json(text)
         case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text}
+            written = to_json(text)
+            return b'{"reasoning_content":%b,"reasoning":%b}' % (written, written)
+        case CallArguments(index, text):
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, to_json(text))
         case CallStart(index, call_id, name):
             function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            return to_json({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
         case _:
             return None
-
-
-def _chunk(
-    chat: ChatAnswer,
-    index: int,
-    delta: dict[str, Any],
-    *,
-    logprobs: list[dict[str, Any]] | None = None,
-    finish_reason: str | None = None,
-) -> bytes:
-    choice = {
-        "index": index,
-        "delta": delta,
-        "logprobs": {"content": logprobs} if logprobs else None,
-        "finish_reason": finish_reason,
-    }
-    body = chat.head(CHUNK) | {"choices": [choice]}
-    if chat.wants_usage:
-        body["usage"] = None
-    return data(body)
 
 
 async def _whole(chat: ChatAnswer) -> ChatCompletion:
@@ -220,7 +234,7 @@ async def _whole(chat: ChatAnswer) -> ChatCompletion:
     answer = chat.answer
     messages = [WholeMessage() for _ in answer.choices]
     try:
-        async for batch in answer.deltas():
+        while batch := await answer.next():
             for index, delta in batch:
                 messages[index].add(delta)
     finally:

@@ -53,7 +53,8 @@ class Choice:
             events += self._pipeline.finish(event.finish_reason)
         if event.finish_reason is not None or self._pipeline.is_stopped:
             self.finish_reason = self._pipeline.finish_reason(event.finish_reason or "stop")
-        return Delta(join(events), self._logprobs(event, count), self.finish_reason)
+        logprobs = self._logprobs(event, count) if event.logprobs else []
+        return Delta(join(events) if len(events) > 1 else events, logprobs, self.finish_reason)
 
     def _logprobs(self, event: engine.TokenEvent, count: int) -> list[TokenLogprob]:
         pairs = zip(event.token_ids[:count], event.logprobs[:count], strict=False)

@@ -102,7 +102,7 @@ def _checked_ids(ids: Any, model: ServedModel) -> tuple[int, ...]:
 async def _events(text: TextAnswer, request_id: str) -> AsyncGenerator[bytes]:
     offsets = [0] * len(text.answer.choices)
     try:
-        async for batch in text.answer.deltas():
+        while batch := await text.answer.next():
             written = [_chunk(text, index, delta, offsets) for index, delta in batch]
             if any(written):
                 yield b"".join(written)
@@ -129,7 +129,7 @@ async def _whole(text: TextAnswer) -> TextCompletion:
     contents: list[list[str]] = [[] for _ in answer.choices]
     logprobs: list[list[dict[str, Any]]] = [[] for _ in answer.choices]
     try:
-        async for batch in answer.deltas():
+        while batch := await answer.next():
             for index, delta in batch:
                 contents[index].append(_content(delta))
                 logprobs[index] += delta.logprobs

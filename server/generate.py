@@ -71,7 +71,7 @@ async def _whole(answer: Answer, started: float) -> GeneratedText:
     parts: list[Content | Reasoning] = []
     first = last = None
     try:
-        async for batch in answer.deltas():
+        while batch := await answer.next():
             last = time.perf_counter()
             first = first or last
             parts += [event for _, delta in batch for event in delta.events if isinstance(event, Content | Reasoning)]

@@ -1,108 +1,99 @@
 """The choices of one request while the engine works on them."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-from engine import Engine, Request, TokenEvent
+from engine import Engine, Request, TokenEvent, join
 from server.metrics import ServerMetrics
 
-Arrival = tuple[int, TokenEvent | Exception]
+Arrival = tuple[int, TokenEvent]
 
 
 class Generation:
     """Submits n requests, joins their events, and ends them all when it is closed.
 
-    Events that arrive while the reader is busy wait together, so a slow reader gets few large batches.
+    The engine hands events over as they come, without a task for each request between; what arrives while the reader
+    is busy waits together, so a slow reader gets few large batches.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], metrics: ServerMetrics) -> None:
         self._engine = engine
         self._requests = requests
         self._metrics = metrics
-        self._pumps: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
         self._arrivals: list[Arrival] = []
-        self._arrived = asyncio.Event()
-        self._num_open = len(requests)
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
         self._timings = [Timing(metrics) for _ in requests]
-        self._ended: set[int] = set()
-        self._is_closed = False
+        # those that the engine still works on
+        self._running: set[int] = set()
 
     async def submit(self) -> None:
         """Returns once all are admitted or queued. raises what the engine raises; then none of them runs"""
         try:
             for index, request in enumerate(self._requests):
                 await self._engine.submit(request)
-                self._pumps.append(asyncio.create_task(self._pump(index, request.request_id)))
+                self._running.add(index)
+                self._engine.follow(request.request_id, partial(self._arrive, index))
         except BaseException:
             await self.close()
             raise
         self._count_admission()
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
-        """Events with the index of their choice, until every choice has finished or was ended.
+    async def next(self) -> list[Arrival]:
+        """The events since the last call with the index of their choice: at least one, or none when every choice has
+        finished or was ended.
 
-        raises  EngineDiedError
+        raises  EngineDiedError, behind the events that came before it
         """
-        while self._num_open or self._arrivals:
-            await self._arrived.wait()
-            self._arrived.clear()
-            arrivals, self._arrivals = self._arrivals, []
-            if failure := next((item for _, item in arrivals if isinstance(item, Exception)), None):
-                raise failure
-            yield arrivals
+        while not self._arrivals:
+            if self._failure is not None:
+                raise self._failure
+            if not self._running:
+                return []
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals if len(arrivals) == 1 else _joined(arrivals)
 
     def fail(self, error: Exception) -> None:
-        """Ends all choices: `batches` raises the error."""
-        self._num_open = 0
-        self._arrive(0, error, is_last=False)
+        """Ends all choices: `next` raises the error."""
+        self._failure = error
+        self._wake()
 
     async def end(self, index: int) -> None:
         """Stops one choice whose answer is complete before the engine thinks so."""
-        if self._pumps[index].done() or index in self._ended:
+        if index not in self._running:
             return
-        self._ended.add(index)
-        self._num_open -= 1
-        self._arrived.set()
+        self._running.remove(index)
         self._timings[index].observe_end("stop")
         await self._engine.abort(self._requests[index].request_id)
 
     async def close(self) -> None:
         """Ends whatever still runs. May be called any number of times."""
-        if self._is_closed:
+        while self._running:
+            self._metrics.finished("abort")
+            await self._engine.abort(self._requests[self._running.pop()].request_id)
+
+    def _arrive(self, index: int, item: TokenEvent | Exception) -> None:
+        if index not in self._running:
             return
-        self._is_closed = True
-        for pump in self._pumps:
-            pump.cancel()
-        if self._pumps:
-            await asyncio.wait(self._pumps)
-        for index, pump in enumerate(self._pumps):
-            if pump.cancelled():
-                await self._engine.abort(self._requests[index].request_id)
-                if index not in self._ended:
-                    self._metrics.finished("abort")
-
-    async def _pump(self, index: int, request_id: str) -> None:
-        timing = self._timings[index]
-        try:
-            # a stream that is left early ends its request when it is closed, not when it is collected
-            async with contextlib.aclosing(self._engine.stream(request_id)) as events:
-                async for event in events:
-                    if index in self._ended:
-                        return
-                    timing.observe(event)
-                    self._arrive(index, event, is_last=event.finish_reason is not None)
-        except Exception as error:
-            if index in self._ended:
-                return
+        if isinstance(item, TokenEvent):
+            self._timings[index].observe(item)
+            self._arrivals.append((index, item))
+            is_last = item.finish_reason is not None
+        else:
             self._metrics.finished("error")
-            self._arrive(index, error, is_last=True)
+            self._failure, is_last = item, True
+        if is_last:
+            self._running.remove(index)
+        self._wake()
 
-    def _arrive(self, index: int, item: TokenEvent | Exception, is_last: bool) -> None:
-        self._arrivals.append((index, item))
-        self._num_open -= is_last
-        self._arrived.set()
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _count_admission(self) -> None:
         for request in self._requests:
@@ -113,6 +104,14 @@ class Generation:
             for queries in self._metrics.cache_queries:
                 queries.inc(count)
         self._metrics.choices.observe(len(self._requests))
+
+
+def _joined(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """One event for each choice."""
+    events: dict[int, list[TokenEvent]] = {}
+    for index, event in arrivals:
+        events.setdefault(index, []).append(event)
+    return [(index, join(of_one)) for index, of_one in events.items()]
 
 
 class Timing:
@@ -141,11 +140,10 @@ class Timing:
             for hits in self._metrics.cache_hits:
                 hits.inc(num_cached_tokens)
         else:
-            for gaps in self._metrics.token_gaps:
-                gaps.observe((now - self._last) / count)
+            self._metrics.tokens.observe_gap((now - self._last) / count)
         self._last = now
         self._num_tokens += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.tokens.count(count)
 
     def observe_end(self, reason: str) -> None:
         now = time.perf_counter()

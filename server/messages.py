@@ -157,7 +157,7 @@ async def _events(answer: Answer, request_id: str) -> AsyncGenerator[bytes]:
     yield named("message_start", {"type": "message_start", "message": start})
     writer = BlockWriter()
     try:
-        async for batch in answer.deltas():
+        while batch := await answer.next():
             if written := b"".join([part for _, delta in batch for part in writer.write(delta)]):
                 yield written
     except engine.EngineError as error:
@@ -232,7 +232,7 @@ def _signature(thought: Any) -> str:
 async def _whole(answer: Answer) -> AnsweredMessage:
     blocks: list[dict[str, Any]] = []
     try:
-        async for batch in answer.deltas():
+        while batch := await answer.next():
             for _, delta in batch:
                 for event in delta.events:
                     _append(blocks, event)

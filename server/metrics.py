@@ -1,11 +1,15 @@
 """Prometheus series under the names that vLLM's dashboards know."""
 
 import contextlib
+import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -136,6 +140,37 @@ class EngineCollector(Collector):
         return family
 
 
+class TokenTimes(Collector):
+    """Tokens and the time between them, counted for every token: so in plain numbers, and under all names at once."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._created = time.time()
+        self._num_tokens = 0
+        self._sum_s = 0.0
+        # of each bucket alone
+        self._counts = [0] * (len(GAP_BUCKETS) + 1)
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def observe_gap(self, seconds: float) -> None:
+        self._sum_s += seconds
+        self._counts[bisect_left(GAP_BUCKETS, seconds)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=LABELS)
+        tokens.add_metric(self._labels, self._num_tokens, self._created)
+        yield tokens
+        edges = [*map(floatToGoString, GAP_BUCKETS), "+Inf"]
+        for name in ("inter_token_latency", "time_per_output_token"):
+            family = HistogramMetricFamily(f"vllm:{name}_seconds", "Time between two tokens.", labels=LABELS)
+            family.add_metric(self._labels, list(zip(edges, accumulate(self._counts), strict=True)), self._sum_s)
+            named = dict(zip(LABELS, self._labels, strict=True))
+            family.add_sample(f"{family.name}_created", named, self._created)
+            yield family
+
+
 class ServerMetrics:
     """What the server itself counts; nothing is labelled by what a client writes."""
 
@@ -151,7 +186,8 @@ class ServerMetrics:
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens that were not computed again.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.tokens = TokenTimes(self._model)
+        registry.register(self.tokens)
         self.cache_queries = [
             counter(f"vllm:{old}prefix_cache_queries", "Prompt tokens looked up.") for old in ("", "gpu_")
         ]
@@ -159,10 +195,6 @@ class ServerMetrics:
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
         )
-        self.token_gaps = [
-            histogram(f"vllm:{name}_seconds", "Time between two tokens.", GAP_BUCKETS)
-            for name in ("inter_token_latency", "time_per_output_token")
-        ]
         self.mean_token_gap = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time between two tokens of a request.", GAP_BUCKETS
         )

@@ -1,5 +1,6 @@
 """Thinking and answer, told apart while the text is being written."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from server.markup import PARTIAL, either, literal
@@ -11,6 +12,7 @@ OPEN = "<think>"
 CLOSE = "</think>"
 # the template writes this many line ends between the thought and the answer
 LINE_ENDS_AFTER = 2
+Reader = Callable[[bool, list[str], list[str]], bool]
 
 
 class Reasoning(NamedTuple):
@@ -31,15 +33,14 @@ class ReasoningSplitter:
     def __init__(self, *, starts_open: bool, tools: ToolSchemas | None = None) -> None:
         self._tools = tools
         self._buffer = ""
-        self._read = self._read_reasoning if starts_open else self._read_start
         self._line_ends = 0
-
-    @property
-    def is_reasoning(self) -> bool:
-        return self._read == self._read_reasoning
+        self._turn_to(self._read_reasoning if starts_open else self._read_start)
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns (reasoning, answer) that have become certain; at most one turn from one to the other per output."""
+        # behind the thought nothing is held back
+        if self._is_answer and not self._buffer:
+            return "", text
         self._buffer += text
         return self._drain(is_final=False)
 
@@ -53,6 +54,11 @@ class ReasoningSplitter:
             pass
         return "".join(reasoning), "".join(answer)
 
+    def _turn_to(self, reader: Reader) -> None:
+        self._read = reader
+        self.is_reasoning = reader == self._read_reasoning
+        self._is_answer = reader == self._read_answer
+
     # each reader moves text from the buffer to one of the lists and says whether another one may go on
 
     def _read_start(self, is_final: bool, reasoning: list[str], answer: list[str]) -> bool:
@@ -60,10 +66,11 @@ class ReasoningSplitter:
         if match is PARTIAL and not is_final:
             return False
         if match is None or match is PARTIAL:
-            self._read = self._read_answer
+            self._turn_to(self._read_answer)
         else:
             self._buffer = self._buffer[match.end :]
-            self._line_ends, self._read = 1, self._read_opened
+            self._line_ends = 1
+            self._turn_to(self._read_opened)
         return True
 
     def _read_opened(self, is_final: bool, reasoning: list[str], answer: list[str]) -> bool:
@@ -74,7 +81,8 @@ class ReasoningSplitter:
         reasoning.append(self._buffer[:end])
         self._buffer = self._buffer[after if is_certain else end :]
         if is_certain:
-            self._line_ends, self._read = LINE_ENDS_AFTER, self._read_after
+            self._line_ends = LINE_ENDS_AFTER
+            self._turn_to(self._read_after)
         return is_certain
 
     def _read_after(self, is_final: bool, reasoning: list[str], answer: list[str]) -> bool:
@@ -85,12 +93,13 @@ class ReasoningSplitter:
         self._buffer = ""
         return False
 
-    def _drop_line_ends(self, following) -> bool:
+    def _drop_line_ends(self, following: Reader) -> bool:
         while self._buffer.startswith("\n") and self._line_ends:
             self._buffer, self._line_ends = self._buffer[1:], self._line_ends - 1
-        if self._buffer or not self._line_ends:
-            self._read = following
-        return self._read == following
+        is_over = bool(self._buffer) or not self._line_ends
+        if is_over:
+            self._turn_to(following)
+        return is_over
 
     def _thought_end(self, is_final: bool) -> tuple[int, int, bool]:
         """Where reasoning ends, where the answer begins, and whether that is certain yet."""

@@ -126,7 +126,7 @@ class Responses:
     async def _events(self, writer: "ResponseWriter", request_id: str) -> AsyncGenerator[bytes]:
         yield writer.begin()
         try:
-            async for batch in writer.answer.deltas():
+            while batch := await writer.answer.next():
                 if written := b"".join([part for _, delta in batch for part in writer.write(delta)]):
                     yield written
         except engine.EngineError as error:
@@ -137,7 +137,7 @@ class Responses:
 
     async def _whole(self, writer: "ResponseWriter") -> ResponseObject:
         try:
-            async for batch in writer.answer.deltas():
+            while batch := await writer.answer.next():
                 for _, delta in batch:
                     for _ in writer.write(delta):
                         pass

@@ -8,6 +8,7 @@ their new part only. What a request asks of the answer's form is checked, not en
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from engine import (
@@ -16,6 +17,7 @@ from engine import (
     EngineError,
     EngineInfo,
     EngineStats,
+    Follower,
     QueueFullError,
     Request,
     RequestError,
@@ -34,25 +36,24 @@ MAX_OUTPUT_TOKENS = 10_000_000
 
 
 class ScriptedRun:
-    """One request: its line of the script, and whether somebody ended it."""
+    """One request: its line of the script, how far it is played, and the error that ended it."""
 
     def __init__(self, request: Request, line: ScriptLine, chunks: Sequence[tuple[int, ...]]) -> None:
         self.request = request
         self.line = line
         self.chunks = chunks
-        self.is_ended = False
-        self.is_opened = False
+        self.is_complete = False
+        self.playing: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
         self._awake = asyncio.Event()
 
-    def end(self, failure: EngineError | None = None) -> None:
-        self.is_ended = True
+    def fail(self, failure: EngineError) -> None:
         self.failure = failure
         self._awake.set()
 
     async def pause(self, milliseconds: float) -> None:
-        """Returns at once when the run is ended."""
-        if milliseconds and not self.is_ended:
+        """Returns at once when the run has failed."""
+        if milliseconds and self.failure is None:
             # one timer and one event: `wait_for` would cost more than the server that is being measured
             timer = asyncio.get_running_loop().call_later(milliseconds / 1000, self._awake.set)
             await self._awake.wait()
@@ -135,29 +136,18 @@ class ScriptedEngine:
         self._runs[request.request_id] = ScriptedRun(request, line, self._chunks(line))
         self._num_prompt_tokens += num_prompt_tokens
 
-    async def stream(self, request_id: str) -> AsyncIterator[TokenEvent]:
+    def follow(self, request_id: str, follower: Follower) -> None:
         run = self._runs[request_id]
-        run.is_opened = True
-        is_complete = False
-        try:
-            async with self._places:
-                self._num_running += 1
-                try:
-                    async for event in self._play(run):
-                        is_complete = event.finish_reason is not None
-                        yield event
-                finally:
-                    self._num_running -= 1
-        finally:
-            self._num_aborted += run.is_ended or not is_complete
-            del self._runs[request_id]
+        run.playing = asyncio.create_task(self._perform(run, follower))
+        # a task that is cancelled before its first step would clean up nothing itself
+        run.playing.add_done_callback(lambda _: self._forget(run))
 
     async def abort(self, request_id: str) -> None:
         if run := self._runs.get(request_id):
-            run.end()
-            if not run.is_opened:
-                del self._runs[request_id]
-                self._num_aborted += 1
+            if run.playing is None:
+                self._forget(run)
+            else:
+                run.playing.cancel()
 
     async def gone(self) -> None:
         """A script never dies for good."""
@@ -167,6 +157,29 @@ class ScriptedEngine:
         self._state = "closed"
         self._closed.set()
         self._fail_all("the engine was closed")
+
+    async def _perform(self, run: ScriptedRun, follower: Follower) -> None:
+        """Plays a run to its follower once there is a place for it."""
+        try:
+            async with self._place(), aclosing(self._play(run)) as events:
+                async for event in events:
+                    run.is_complete = event.finish_reason is not None
+                    follower(event)
+        except Exception as error:
+            follower(error)
+
+    def _forget(self, run: ScriptedRun) -> None:
+        self._num_aborted += not run.is_complete
+        del self._runs[run.request.request_id]
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        async with self._places:
+            self._num_running += 1
+            try:
+                yield
+            finally:
+                self._num_running -= 1
 
     async def _play(self, run: ScriptedRun) -> AsyncIterator[TokenEvent]:
         """The events of one run, at the pace that its line asks for."""
@@ -179,9 +192,6 @@ class ScriptedEngine:
             await run.pause(line.token_ms if number else 0)
             if run.failure is not None:
                 raise run.failure
-            if run.is_ended:
-                yield TokenEvent(request.request_id, finish_reason="abort")
-                return
             if line.die_after is not None and number >= line.die_after:
                 self._die()
                 raise EngineDiedError("the engine died, as the script says", retry_after_s=1)
@@ -196,7 +206,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
         if line.finish == "error":
             raise EngineError("the engine failed, as the script says")
-        yield TokenEvent(request.request_id, finish_reason="abort" if run.is_ended else line.finish)
+        yield TokenEvent(request.request_id, finish_reason=line.finish)
 
     def _allowed(self, request: Request, chunk: tuple[int, ...], num_sent: int) -> tuple[tuple[int, ...], str | None]:
         """The part of a chunk before a stop id and within the limit, and why it ends there."""
@@ -232,7 +242,7 @@ class ScriptedEngine:
 
     def _fail_all(self, reason: str) -> None:
         for run in self._runs.values():
-            run.end(EngineDiedError(reason, retry_after_s=1))
+            run.fail(EngineDiedError(reason, retry_after_s=1))
 
     def _describe(self, files: TextFiles) -> EngineInfo:
         max_model_len = self._asked_model_len or files.max_positions or MAX_MODEL_LEN

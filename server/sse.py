@@ -60,13 +60,14 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._serve(receive, send)
+            await self._serve(scope, receive, send)
         finally:
             await self._release()
 
-    async def _serve(self, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        send = scope.get("state", {}).get("send_body", send)
         writing = asyncio.ensure_future(self._write(send))
         work = {writing, asyncio.ensure_future(self._watch(send)), asyncio.ensure_future(until_left(receive))}
         try:

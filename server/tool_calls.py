@@ -17,6 +17,7 @@ beginning of a tag is neither content nor data.
 import json
 import secrets
 from collections.abc import Callable
+from json.encoder import encode_basestring
 from typing import NamedTuple
 
 from server.markup import PARTIAL, SPACES, Match, either, literal, named_tag, sequence, skip_spaces, spaces_before
@@ -158,6 +159,13 @@ class ToolCallParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[CallEvent]:
+        # most tokens hold nothing that has to be looked at, in the two places where most of them are
+        if text and not self._buffer and "<" not in text:
+            if self._read == self._read_content and text[-1] not in SPACES:
+                self._last_char = text[-1]
+                return [Content(text)]
+            if self._read == self._read_value and self._is_text and text[-1] != "\n":
+                return [CallArguments(self._index, encode_basestring(text)[1:-1])]
         self._buffer += text
         return self._drain(is_final=False)
 
@@ -350,7 +358,7 @@ class ToolCallParser:
 
     def _take_value(self, text: str) -> None:
         if self._is_text:
-            self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._emit_arguments(encode_basestring(text)[1:-1])
         else:
             self._raw.append(text)
 

@@ -84,6 +84,7 @@ def test_a_life(checkpoint_dir):
         await aborts(client)
         await stops_when_the_reader_leaves(client)
         await holds_what_is_not_read(client)
+        await hands_events_to_a_follower(client)
         await fills_its_queue(client)
         pid = client.pid
         await client.close()
@@ -150,6 +151,28 @@ async def holds_what_is_not_read(client):
     (event,) = [event async for event in client.stream("unread")]
     assert len(event.token_ids) == len(event.logprobs) == 30
     assert event.finish_reason == "length"
+
+
+async def hands_events_to_a_follower(client):
+    """What came before it followed too, and nothing after it has ended the request."""
+    end = client.stats.num_output_tokens + 20
+    await client.submit(request("followed", [1, 2], max_tokens=20))
+    await until(lambda: client.stats.num_output_tokens == end)
+    events = []
+    client.follow("followed", events.append)
+    assert [(len(event.token_ids), event.finish_reason) for event in events] == [(20, "length")]
+    await client.submit(request("followed", [1, 2], max_tokens=900))
+    events.clear()
+    client.follow("followed", events.append)
+    with pytest.raises(RequestError, match="already read"):
+        client.follow("followed", events.append)
+    await until(lambda: len(events) > 2)
+    aborted = client.stats.num_aborted
+    await client.abort("followed")
+    count = len(events)
+    await until(lambda: client.stats.num_aborted == aborted + 1)
+    assert len(events) == count
+    assert not client._streams
 
 
 async def fills_its_queue(client):
@@ -293,6 +316,26 @@ def test_a_stream_joins_what_was_not_read():
         assert joined == TokenEvent(
             "a", (1, 2, 3), (TokenLogprob(-1.0), TokenLogprob(-2.0), TokenLogprob(-3.0)), "length", 64
         )
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_gets_what_waited_and_then_the_error():
+    async def scenario():
+        stream, got = TokenStream(), []
+        stream.put(TokenEvent("a", (1,)))
+        stream.put(TokenEvent("a", (2,)))
+        stream.follow(got.append)
+        stream.put(TokenEvent("a", (3,)))
+        stream.fail(EngineDiedError("gone"))
+        assert [event.token_ids for event in got[:2]] == [(1, 2), (3,)]
+        assert isinstance(got[2], EngineDiedError)
+        late = []
+        failed = TokenStream()
+        failed.admit()
+        failed.fail(EngineDiedError("gone"))
+        failed.follow(late.append)
+        assert len(late) == 1
 
     asyncio.run(scenario())
 

@@ -372,6 +372,10 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(checkpoint, tmp_path):
         assert int(answer.headers["retry-after"]) >= 1
         # n choices are admitted together or not at all
         refusal(busy.post(ask("hi", n=2)), 503)
+        # one that leaves while it waits makes room at once
+        open_streams.pop().close()
+        busy.wait_until(lambda: busy.engine.stats.num_waiting == 0)
+        open_streams.append(busy.http.send(streams[1], stream=True))
         for stream in open_streams:
             stream.close()
         busy.wait_until(lambda: busy.engine.stats.num_running + busy.engine.stats.num_waiting == 0)
