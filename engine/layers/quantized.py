@@ -15,6 +15,7 @@ from engine.ops.quantized_linear import quantized_linear
 from engine.ops.quantized_matmul import quantized_matmul, quantized_mlp
 from engine.ops.quantized_weight import QuantizedWeight
 from engine.ops.router_logits import router_logits
+from engine.ops.row_matmul import row_matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class QuantizedLinear:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedEmbedding:
+    """weight  may lie in pinned host memory"""
+
     weight: QuantizedWeight
     dtype: torch.dtype
 
@@ -86,7 +89,7 @@ class QuantizedMoe:
         return quantized_experts(rows, logits, self.experts, self.num_chosen, x.dtype, residual=x)
 
     def _of_prompt(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        chosen, weights = expert_choice(self.router(normed), self.num_chosen)
+        chosen, weights = expert_choice(row_matmul(normed, self.router.weight), self.num_chosen)
         return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
 
 

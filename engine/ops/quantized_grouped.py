@@ -8,6 +8,7 @@ from engine.ops.quantized_dot import is_interpreted
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
     MatmulShape,
+    down_shape_of,
     in_order_of,
     launch_matmul,
     quantized_mlp_reference,
@@ -75,8 +76,10 @@ def quantized_grouped_experts_triton(
 ) -> torch.Tensor:
     assert weights.is_contiguous() and (residual is None or residual.is_contiguous())
     num_chosen, num_experts = chosen.shape[1], len(experts.gate_up.words)
-    shape = shape or shape_of(x.device, chosen.numel() // num_experts, is_paired=True)
-    order, blocks = expert_blocks(chosen, num_experts, shape.block_m)
+    rows = chosen.numel() // num_experts
+    down_shape = shape or down_shape_of(x.device, rows)
+    shape = shape or shape_of(x.device, rows, is_paired=True)
+    order, blocks, down_blocks = expert_blocks(chosen, num_experts, shape.block_m, down_shape.block_m)
     inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
     ordered = in_order_of(experts.gate_up, x)
     launch_matmul(
@@ -84,7 +87,7 @@ def quantized_grouped_experts_triton(
         halves_output=experts.down.bits == 4,
     )  # fmt: skip
     outputs = torch.empty(chosen.numel(), experts.down.rows, dtype=x.dtype, device=x.device)
-    launch_matmul(inner, experts.down, outputs, shape, order=order, blocks=blocks, scatters=True)
+    launch_matmul(inner, experts.down, outputs, down_shape, order=order, blocks=down_blocks, scatters=True)
     is_same_order = experts.shared_gate_up.bits == experts.gate_up.bits
     shared = quantized_mlp_triton(
         x, experts.shared_gate_up, experts.shared_down, x.dtype, ordered=ordered if is_same_order else None
@@ -98,25 +101,32 @@ def quantized_grouped_experts_triton(
     return y
 
 
-def expert_blocks(chosen: torch.Tensor, num_experts: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_blocks(
+    chosen: torch.Tensor, num_experts: int, block_rows: int, other_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places of `chosen` in the order of their experts, and how they are cut into blocks of one expert each.
 
-    return  order [rows * num_chosen] int32; blocks [n, 3] int32: expert, first and end within that order. n depends
-            on shapes alone; blocks that are not needed are empty
+    return  order [rows * num_chosen] int32; blocks [n, 3] int32: expert, first and end within that order; and the same
+            cut into blocks of other_rows. n depends on shapes alone; blocks that are not needed are empty
     """
     count, device = chosen.numel(), chosen.device
     assert chosen.is_contiguous()
     order = torch.empty(count, dtype=torch.int32, device=device)
-    blocks = torch.empty(count // block_rows + num_experts, 3, dtype=torch.int32, device=device)
+    blocks, others = (
+        torch.empty(count // size + num_experts, 3, dtype=torch.int32, device=device)
+        for size in (block_rows, other_rows)
+    )
     expert_blocks_kernel[(num_experts,)](
-        chosen, order, blocks, count, block_rows, BLOCK=LISTED,
+        chosen, order, blocks, others, count, block_rows, other_rows, BLOCK=LISTED,
         **({} if is_interpreted() else {"num_warps": 8}),
     )  # fmt: skip
-    return order, blocks
+    return order, blocks, others
 
 
-@triton.jit(do_not_specialize=["count", "block_rows"])
-def expert_blocks_kernel(chosen_ptr, order_ptr, blocks_ptr, count, block_rows, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "block_rows", "other_rows"])
+def expert_blocks_kernel(
+    chosen_ptr, order_ptr, blocks_ptr, others_ptr, count, block_rows, other_rows, BLOCK: tl.constexpr
+):
     """One expert. Those before it, with `first` places, need at most first // block_rows blocks and one more each: so
     no two experts' blocks meet, whatever the others chose."""
     expert = tl.program_id(0)
@@ -135,6 +145,12 @@ def expert_blocks_kernel(chosen_ptr, order_ptr, blocks_ptr, count, block_rows, B
         is_own = (chosen == expert).to(tl.int32)
         tl.store(order_ptr + place + tl.cumsum(is_own, axis=0) - 1, start + lane, mask=is_own > 0)
         place += tl.sum(is_own, axis=0)
+    list_blocks(blocks_ptr, expert, first, end, block_rows)
+    list_blocks(others_ptr, expert, first, end, other_rows)
+
+
+@triton.jit
+def list_blocks(blocks_ptr, expert, first, end, block_rows):
     for block in range(first // block_rows, end // block_rows + 1):
         target = blocks_ptr + 3 * (block + expert)
         tl.store(target, expert)

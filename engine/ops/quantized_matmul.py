@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.ops.dequantized_matmul import dequantized_matmul_triton, is_worth_dequantizing
 from engine.ops.quantized_dot import groups_of, is_interpreted
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_weight
 
@@ -19,7 +20,7 @@ from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_w
 class MatmulShape:
     """How the kernel is cut; changes results by rounding alone.
 
-    block_m  rows, block_n  outputs of one program
+    block_m  rows, block_n  rows of the matrix of one program
     """
 
     block_m: int
@@ -90,12 +91,31 @@ def quantized_matmul_triton(
     shape: MatmulShape | None = None,
 ) -> torch.Tensor:
     y = torch.empty(len(x), sum(weight.rows for weight in weights), dtype=dtype, device=x.device)
-    shape, first = shape or shape_of(x.device, len(x)), 0
+    first = 0
     for weight in weights:
         part = y[:, first : first + weight.rows]
-        launch_matmul(in_order_of(weight, x), weight, part, shape, residual=residual)
+        _multiply(in_order_of(weight, x), weight, part, shape, residual=residual)
         first += weight.rows
     return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    y: torch.Tensor,
+    shape: MatmulShape | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    is_swiglu: bool = False,
+    halves_output: bool = False,
+) -> None:
+    """launch_matmul of one matrix, or what takes its place where there are very many rows."""
+    options = {"residual": residual, "is_swiglu": is_swiglu, "halves_output": halves_output}
+    # where the memory unit copies tiles, rows begin at multiples of 16 bytes
+    if shape is None and is_worth_dequantizing(x.device, len(x)) and x.stride(0) % 8 == 0:
+        dequantized_matmul_triton(x, weight, y, **options)
+    else:
+        launch_matmul(x, weight, y, shape or shape_of(x.device, len(x), is_paired=is_swiglu), **options)
 
 
 def quantized_mlp_triton(
@@ -109,32 +129,46 @@ def quantized_mlp_triton(
     """ordered  x in the order of gate_up, where the caller has it already"""
     inner = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
     # written as the second product reads it
-    launch_matmul(
-        in_order_of(gate_up, x) if ordered is None else ordered, gate_up, inner,
-        shape_of(x.device, len(x), is_paired=True), is_swiglu=True, halves_output=down.bits == 4,
-    )  # fmt: skip
+    x = in_order_of(gate_up, x) if ordered is None else ordered
+    _multiply(x, gate_up, inner, is_swiglu=True, halves_output=down.bits == 4)
     y = torch.empty(len(x), down.rows, dtype=dtype, device=x.device)
-    launch_matmul(inner, down, y, shape_of(x.device, len(x)), residual=residual)
+    _multiply(inner, down, y, residual=residual)
     return y
 
 
 def shape_of(device: torch.device, rows: int, *, is_paired: bool = False) -> MatmulShape:
-    capability = (0, 0) if is_interpreted() else torch.cuda.get_device_capability(device)
-    return matmul_shape_for(capability, rows, is_paired)
+    return matmul_shape_for(_capability(device), rows, is_paired)
+
+
+def down_shape_of(device: torch.device, rows: int) -> MatmulShape:
+    return down_shape_for(_capability(device), rows)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if is_interpreted() else torch.cuda.get_device_capability(device)
 
 
 def matmul_shape_for(capability: tuple[int, int], rows: int, is_paired: bool) -> MatmulShape:
     """As measured on an H200.
 
     rows       that share a matrix, on average
-    is_paired  gates beside ups, or experts, whose last block of rows is seldom full
+    is_paired  gates beside ups, where experts' last block of rows is seldom full
     """
     # few shapes, because each is compiled
     if is_paired and rows < 32:
         return MatmulShape(16, 128, 4, 3)
     if capability not in ((9, 0), (10, 0)):
         return MatmulShape(64, 128, 4, 3)
-    return MatmulShape(64, 256, 4, 3) if is_paired or rows < 128 else MatmulShape(128, 128, 8, 3)
+    if is_paired:
+        return MatmulShape(128, 128, 8, 3) if rows >= 96 else MatmulShape(64, 128, 4, 3)
+    return MatmulShape(64, 256, 4, 3) if rows < 128 else MatmulShape(128, 128, 8, 3)
+
+
+def down_shape_for(capability: tuple[int, int], rows: int) -> MatmulShape:
+    """Likewise of experts' second product, whose sums are short: wide, so that rows are written in long pieces."""
+    shape = matmul_shape_for(capability, rows, is_paired=True)
+    is_large = capability in ((9, 0), (10, 0)) and rows >= 32
+    return MatmulShape(64, 256, 4, 3) if is_large else shape
 
 
 def in_order_of(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +208,7 @@ def launch_matmul(
     assert residual is None or (residual.is_contiguous() and y.is_contiguous())
     outputs = weight.rows // 2 if is_swiglu else weight.rows
     assert not is_swiglu or outputs % TILE_ROWS == 0
-    # gate and up stand beside each other in a program
+    # of a program, half of whose weights are gates and half ups
     block_n = shape.block_n // 2 if is_swiglu else shape.block_n
     num_blocks = triton.cdiv(len(x), shape.block_m) if blocks is None else len(blocks)
     options = {} if is_interpreted() else {"num_warps": shape.num_warps}
@@ -182,9 +216,9 @@ def launch_matmul(
         x, weight.words.view(torch.int8), weight.scales, y, y if residual is None else residual,
         x if order is None else order, x if blocks is None else blocks,
         x.stride(0), y.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
-        BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=block_n, NUM_STAGES=shape.num_stages, IS_SWIGLU=is_swiglu,
-        HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers, SCATTERS=scatters,
-        HALVES_OUTPUT=halves_output, INTERPRETED=is_interpreted(), **options,
+        BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, NUM_STAGES=shape.num_stages,
+        IS_SWIGLU=is_swiglu, HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers,
+        SCATTERS=scatters, HALVES_OUTPUT=halves_output, INTERPRETED=is_interpreted(), **options,
     )  # fmt: skip
 
 
@@ -214,26 +248,29 @@ def quantized_matmul_kernel(
         else:
             source = tl.where(held, place, 0)
         x_rows = x_ptr + source.to(tl.int64) * x_stride
-        output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        lane = tl.arange(0, BLOCK_N)
+        if IS_SWIGLU:
+            # eight gates, then their ups: where matrix instructions leave results, a thread has both of an output
+            output = tl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
+            matrix_tile = matrix * tiles + lane % 16 // 8 * (outputs // 16)
+        else:
+            output = tl.program_id(0) * BLOCK_N + lane
+            matrix_tile = matrix * tiles
         # rows of the last tile beyond the matrix would belong to the next one
         known = tl.where(output < outputs, output, 0)
-        tile = (matrix * tiles + known // 16).to(tl.int64)
+        tile = (matrix_tile + known // 16).to(tl.int64)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if IS_SWIGLU:
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up_tile = tile + outputs // 16
         for group in tl.range(0, groups, num_stages=NUM_STAGES):
             half = x_rows[:, None] + group * 64 + tl.arange(0, 32)[None, :]
             low, high = tl.load(half), tl.load(half + 32)
             acc = add_product(
                 acc, low, high, bytes_ptr, scales_ptr, tile * groups + group, known % 16, BITS, INTERPRETED
             )
-            if IS_SWIGLU:
-                up = add_product(
-                    up, low, high, bytes_ptr, scales_ptr, up_tile * groups + group, known % 16, BITS, INTERPRETED
-                )
         if IS_SWIGLU:
-            acc = acc * tl.sigmoid(acc) * up
+            pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+            gate, up = tl.split(pairs)
+            acc = tl.reshape(gate * tl.sigmoid(gate) * up, [BLOCK_N // 2, BLOCK_M])
+            output = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         if SCATTERS:
             target = tl.load(order_ptr + place, mask=held, other=0)
         else:

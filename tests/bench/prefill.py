@@ -113,7 +113,7 @@ def main():
         x, chosen, weights, experts, torch.bfloat16), flops, found)  # fmt: skip
     timed("experts, 64 rows", lambda: quantized_grouped_experts_triton(
         x[:64], chosen[:64], weights[:64], experts, torch.bfloat16), flops * 64 / rows, found)  # fmt: skip
-    timed("order of the experts", lambda: expert_blocks(chosen, EXPERTS, 128), 0, found)
+    timed("order of the experts", lambda: expert_blocks(chosen, EXPERTS, 128, 64), 0, found)
     timed("shared expert", lambda: quantized_mlp_triton(
         x, experts.shared_gate_up, experts.shared_down, torch.bfloat16), 6 * rows * HIDDEN * WIDTH, found)  # fmt: skip
     print("relative errors", {name: f"{error:.1e}" for name, error in checks.items()})

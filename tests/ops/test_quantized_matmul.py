@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.ops import dequantized_matmul
+from engine.ops.dequantized_matmul import dequantized_matmul_triton
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_grouped import (
     LISTED,
@@ -14,6 +16,8 @@ from engine.ops.quantized_grouped import (
 )
 from engine.ops.quantized_matmul import (
     MatmulShape,
+    in_order_of,
+    launch_matmul,
     matmul_shape_for,
     quantized_matmul_kernel,
     quantized_matmul_reference,
@@ -134,13 +138,13 @@ def test_all_rows_choose_one_expert(device):
 def test_blocks_cover_every_row_once(rows, block_rows, most, device):
     """most  experts that are chosen at all; more rows than a program looks at together"""
     chosen = torch.stack([torch.randperm(most, device=device)[:2] for _ in range(rows)])
-    order, blocks = expert_blocks(chosen, 5, block_rows)
-    found = [place for expert, first, end in blocks.tolist() for place in range(first, min(end, first + block_rows))]
-    assert sorted(found) == list(range(chosen.numel()))
+    order, *lists = expert_blocks(chosen, 5, block_rows, 3)
     assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
-    for expert, first, end in blocks.tolist():
-        places = order[first : min(end, first + block_rows)].long()
-        assert (chosen.flatten()[places] == expert).all()
+    for blocks, size in zip(lists, (block_rows, 3), strict=True):
+        pieces = [(expert, range(first, min(end, first + size))) for expert, first, end in blocks.tolist()]
+        assert sorted(place for _, places in pieces for place in places) == list(range(chosen.numel()))
+        for expert, places in pieces:
+            assert (chosen.flatten()[order[list(places)].long()] == expert).all()
 
 
 def test_matches_the_fixed_tolerance_in_fp32():
@@ -159,7 +163,7 @@ def test_compiles_within_shared_memory(capability, is_swiglu):
     types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
     types |= dict.fromkeys(("x_stride", "y_stride", "rows", "outputs", "groups", "tiles"), "i32")
     constants = {
-        "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n // (2 if is_swiglu else 1),
+        "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
         "NUM_STAGES": shape.num_stages, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu, "IS_GROUPED": True,
         "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "HALVES_OUTPUT": is_swiglu, "INTERPRETED": False,
     }  # fmt: skip
@@ -170,6 +174,70 @@ def test_compiles_within_shared_memory(capability, is_swiglu):
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize("capability", [86, 90])
 def test_the_order_of_experts_compiles(capability):
-    types = {f"{name}_ptr": "*i32" for name in ("chosen", "order", "blocks")} | {"count": "i32", "block_rows": "i32"}
+    types = {f"{name}_ptr": "*i32" for name in ("chosen", "order", "blocks", "others")}
+    types |= dict.fromkeys(("count", "block_rows", "other_rows"), "i32")
     made = compiled(expert_blocks_kernel, capability, types, {"BLOCK": LISTED}, num_warps=8)
     assert made.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@needs_kernels
+@BITS
+@pytest.mark.parametrize("is_swiglu", [False, True])
+def test_dequantized_matrices_give_the_same_bits(bits, is_swiglu, device, monkeypatch):
+    """In slices of a matrix, the last of them narrow."""
+    monkeypatch.setattr(dequantized_matmul, "MOST_BYTES", 2 * 128 * 128)
+    outputs, rows = (208, 300) if is_swiglu else (290, 300)
+    weight = matrix(bits, outputs * (1 + is_swiglu), 128, device=device)
+    x, residual = (torch.randn(rows, width, device=device, dtype=DTYPE) for width in (128, outputs))
+    found = torch.empty(2, rows, outputs, device=device, dtype=DTYPE)
+    options = {"residual": residual, "is_swiglu": is_swiglu}
+    ordered = in_order_of(weight, x).contiguous()
+    launch_matmul(ordered, weight, found[0], MatmulShape(16, 32, 4, 2), **options)
+    dequantized_matmul_triton(ordered, weight, found[1], **options)
+    # the interpreter's products depend on where in them a row stands
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4) if IS_INTERPRETED else torch.equal(*found)
+
+
+@needs_kernels
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_beside_any_number_of_others(device):
+    """Whether a matrix is decoded on the way or in memory, and in whatever blocks."""
+    gate_up, down = matrix(4, 2 * 512, 2048, device=device), matrix(4, 2048, 512, device=device)
+    experts, chosen, weights = example(3000, device, num_experts=8)
+    x, narrow = (torch.randn(3000, width, device=device, dtype=DTYPE) for width in (2048, 64))
+    whole = quantized_mlp_triton(x, gate_up, down, DTYPE), quantized_matmul_triton(x, [gate_up], DTYPE)
+    grouped = quantized_grouped_experts_triton(narrow, chosen, weights, experts, DTYPE)
+    for rows in (64, 192, 1024, 2048):
+        part = x[:rows].clone()
+        assert torch.equal(quantized_mlp_triton(part, gate_up, down, DTYPE), whole[0][:rows])
+        assert torch.equal(quantized_matmul_triton(part, [gate_up], DTYPE), whole[1][:rows])
+        few = quantized_grouped_experts_triton(narrow[:rows], chosen[:rows], weights[:rows], experts, DTYPE)
+        assert torch.equal(few, grouped[:rows])
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("capability, is_swiglu", [(90, False), (90, True), (100, False)])
+def test_dequantized_products_compile(capability, is_swiglu):
+    block_m, block_n, block_k = (getattr(dequantized_matmul, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    types = {
+        f"{name}_desc": f"tensordesc<bf16[{n}, {block_k}]>" for name, n in (("rows", block_m), ("matrix", block_n))
+    }
+    types |= {"y_ptr": "*bf16", "residual_ptr": "*bf16"}
+    types |= dict.fromkeys(("rows", "first", "count", "columns", "y_stride", "residual_stride"), "i32")
+    constants = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "TOGETHER": 8,
+        "NUM_STAGES": dequantized_matmul.NUM_STAGES, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu,
+        "HALVES_OUTPUT": is_swiglu, "INTERPRETED": False,
+    }  # fmt: skip
+    made = compiled(
+        dequantized_matmul.dequantized_matmul_kernel, capability, types, constants, dequantized_matmul.NUM_WARPS
+    )
+    assert made.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantizing_compiles(bits):
+    types = {"bytes_ptr": "*i8", "scales_ptr": "*fp16", "target_ptr": "*bf16"}
+    types |= dict.fromkeys(("first_tile", "tiles", "groups", "up_tile"), "i32")
+    compiled(dequantized_matmul.dequantize_kernel, 90, types, {"BITS": bits, "BLOCK": 4, "IS_SWIGLU": True}, 4)
