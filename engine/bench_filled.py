@@ -17,7 +17,7 @@ from engine.device_runner import DeviceRunner, Prompts
 from engine.engine import EngineCore
 from engine.loading import load_engine
 from engine.models.qwen3_5 import KVLayers
-from engine.scheduler import Chunk
+from engine.schedule import Chunk
 
 
 class FilledRunner(DeviceRunner):

@@ -13,7 +13,6 @@ import torch
 from config.engine import BLOCK_SIZE
 from engine.batch import BlockTables, ForwardBatch, RequestRows, build_batch, copy_in, to_device
 from engine.cache.state_cache import StateCache, StateSnapshots
-from engine.cache.tiers import Transfer
 from engine.constraint import Constraints
 from engine.decode_pass import DecodePass, DeviceState, Forwarded, Masks, Mode, Owners, Record
 from engine.model_runner import Choice, Span, advance_of, after_hit, spans_of
@@ -22,8 +21,8 @@ from engine.ops.sample import HAS_MASK, MUST_END
 from engine.ops.sample_table import MIN_TEMPERATURE
 from engine.request import TokenLogprob
 from engine.sampler import has_penalties
-from engine.scheduler import Chunk, Outcome, RequestState, RequestStatus, Schedule, SnapshotCopy
-from engine.tier_copy import TierCopier
+from engine.schedule import Chunk, Outcome, RequestState, RequestStatus, Schedule, SnapshotCopy
+from engine.tier_copy import TierCopier, written
 
 # requests of one decode pass, and rows: more are multiplied by other kernels
 MAX_REQUESTS = 8
@@ -183,17 +182,22 @@ class DeviceRunner:
             self._pass.finish_first(logits, owners, first, self._take(following, batch.last_rows), mode)
 
     @torch.inference_mode()
-    def store(self, transfer: Transfer) -> None:
-        assert self._copier is not None
-        self._copier.store(transfer)
+    def launch_copies(self, schedule: Schedule) -> None:
+        if schedule.kept:
+            if self._copier is not None:
+                self._copier.protect(set(), {copy.index for copy in schedule.kept})
+            self._keep_pending(schedule.kept)
+        for transfer in schedule.stores:
+            assert self._copier is not None
+            self._copier.store(transfer)
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:
         self._schedule = schedule
         if self._copier is not None:
-            self._copier.protect(schedule)
+            self._copier.protect(*written(schedule))
         self._prompts = self._forward_prompts(schedule.chunks) if schedule.chunks else None
-        self.keep(schedule.copies)
+        self._keep(schedule.copies)
         self._forwarded = None
         if schedule.decodes:
             for state in schedule.decodes:
@@ -228,11 +232,29 @@ class DeviceRunner:
                     matcher.advance(outcome.token_ids)
         return outcomes
 
-    @torch.inference_mode()
-    def keep(self, copies: Sequence[SnapshotCopy]) -> None:
+    def _keep_pending(self, copies: Sequence[SnapshotCopy]) -> None:
+        """States among the rows of the last decode pass. Whether it got there the device alone knows yet."""
+        assert self._snapshots is not None and self._forwarded is not None
+        slots, indices, positions, places = (
+            to_device(values, torch.int64, self._device)
+            for values in (
+                [copy.slot for copy in copies],
+                [copy.index for copy in copies],
+                [copy.position for copy in copies],
+                [self._place_of(copy.slot) for copy in copies],
+            )
+        )
+        counts = self._state.slots.rows_until(positions, slots)
+        hidden = self._forwarded.hidden.view(len(self._schedule.decodes), -1, self._forwarded.hidden.shape[1])
+        last = hidden[places, counts.long().clamp(1, hidden.shape[1]) - 1]
+        self._snapshots.save_pending(indices, self._states, slots, counts, last)
+
+    def _place_of(self, slot: int) -> int:
+        return next(place for place, state in enumerate(self._schedule.decodes) if state.slot == slot)
+
+    def _keep(self, copies: Sequence[SnapshotCopy]) -> None:
         for copy in copies:
-            # states after rows that may be taken back are folded inside the next pass, where nobody can copy them
-            assert self._snapshots is not None and self._prompts is not None and not copy.num_folded
+            assert self._snapshots is not None and self._prompts is not None
             span = next(span for span in self._prompts.spans if span.state.slot == copy.slot)
             last = span.first_row + copy.position - 1 - span.rows.start
             self._snapshots.save(copy.index, self._states, copy.slot, self._prompts.hidden[last])

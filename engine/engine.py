@@ -9,7 +9,8 @@ from engine.errors import QueueFullError
 from engine.model_runner import Runner
 from engine.peak_memory import PeakMemory
 from engine.request import EngineInfo, EngineStats, Request, TokenEvent
-from engine.scheduler import Schedule, Scheduler
+from engine.schedule import Schedule
+from engine.scheduler import Scheduler
 
 # a step without work looks for new requests again after this
 TIER_WAIT_S = 0.005
@@ -67,8 +68,7 @@ class EngineCore:
         events, self._aborted = self._aborted, []
         schedule = self._scheduler.schedule()
         began_s = time.monotonic()
-        for transfer in schedule.stores:
-            self._runner.store(transfer)
+        self._runner.launch_copies(schedule)
         if not schedule.is_empty:
             self._runner.launch_forward(schedule)
         if self._in_flight is not None:
@@ -94,7 +94,6 @@ class EngineCore:
 
     def _collect(self, schedule: Schedule) -> list[TokenEvent]:
         events = [self._closed(event) for event in self._scheduler.update(schedule, self._runner.collect())]
-        self._runner.keep(self._scheduler.copies)
         # a pass begins when it was launched or when the one before it has ended, whichever came last
         began_s, self._collected_s = max(self._launched_s, self._collected_s), time.monotonic()
         self._scheduler.observe(schedule, self._collected_s - began_s)

@@ -101,7 +101,7 @@ def load_engine(
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
     build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
-    reuses_decoded = not (config.deterministic or is_ahead)
+    reuses_decoded = not config.deterministic
     key = cache_key(checkpoint_dir, dtype, config.yarn, codec) + repr((device.type, reuses_decoded)).encode()
     with timed("caches and passes"):
         caches = _build_caches(config, model, demand, key, host_file, device, dtype)

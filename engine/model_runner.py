@@ -10,11 +10,10 @@ import torch
 from engine.batch import BlockTables, RequestRows, build_batch
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_cache import StateCache, StateSnapshots
-from engine.cache.tiers import Transfer
 from engine.models.qwen3_5 import Qwen3_5
 from engine.request import TokenLogprob
 from engine.sampler import Sampler, SamplingRow, logprobs
-from engine.scheduler import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
+from engine.schedule import Chunk, Outcome, RequestState, Schedule, SnapshotCopy
 from engine.speculative import Advance, Drafter, accept, sampling_row
 from engine.tier_copy import TierCopier
 
@@ -57,8 +56,9 @@ class Runner(Protocol):
 
     is_ahead: bool
 
-    def store(self, transfer: Transfer) -> None:
-        """Copies out of the device what passes launched so far have left there."""
+    def launch_copies(self, schedule: Schedule) -> None:
+        """schedule.kept, then schedule.stores: what passes launched so far have left on the device, and whether or not
+        their requests are still there."""
 
     def launch_forward(self, schedule: Schedule) -> None:
         """Rows in, hidden states out; afterwards schedule.copies."""
@@ -68,10 +68,6 @@ class Runner(Protocol):
 
     def collect(self) -> list[Outcome]:
         """Waits for the oldest pass that was not collected: one outcome per request in its schedule.sampled."""
-
-    def keep(self, copies: Sequence[SnapshotCopy]) -> None:
-        """Copies states as the pass that was collected last left them in their slots, whether or not their requests are
-        still there."""
 
 
 class ModelRunner:
@@ -105,10 +101,13 @@ class ModelRunner:
         self._hidden = torch.empty(0)
 
     @torch.inference_mode()
-    def store(self, transfer: Transfer) -> None:
-        assert self._copier is not None
-        self._copier.store(transfer)
-        self._copier.join()
+    def launch_copies(self, schedule: Schedule) -> None:
+        for copy in schedule.kept:
+            self._keep_pending(copy)
+        for transfer in schedule.stores:
+            assert self._copier is not None
+            self._copier.store(transfer)
+            self._copier.join()
 
     @torch.inference_mode()
     def launch_forward(self, schedule: Schedule) -> None:
@@ -125,17 +124,21 @@ class ModelRunner:
         found = self._sample([span for span in spans if span.num_sampled], hidden)
         drafts = self._draft(spans, found, hidden)
         self._last_hidden = {span.state.slot: (span.rows.start, hidden[span.first_row :]) for span in spans}
-        self.keep(self._schedule.copies)
+        for copy in self._schedule.copies:
+            assert self._snapshots is not None
+            self._snapshots.save(copy.index, self._states, copy.slot, self._hidden_before(copy))
         return [Outcome(choice.token_ids, choice.logprobs, drafts.get(slot, ())) for slot, choice in found.items()]
 
-    @torch.inference_mode()
-    def keep(self, copies: Sequence[SnapshotCopy]) -> None:
-        for copy in copies:
-            assert self._snapshots is not None
-            if copy.num_folded:
-                self._states.fold(copy.slot, copy.num_folded)
-            start, hidden = self._last_hidden[copy.slot]
-            self._snapshots.save(copy.index, self._states, copy.slot, hidden[copy.position - 1 - start])
+    def _keep_pending(self, copy: SnapshotCopy) -> None:
+        assert self._snapshots is not None
+        count = copy.position - self._last_hidden[copy.slot][0]
+        slots, indices, counts = (torch.tensor([x], device=self._states.device) for x in (copy.slot, copy.index, count))
+        hidden = self._hidden_before(copy)[None]
+        self._snapshots.save_pending(indices, self._states, slots, counts.int(), hidden)
+
+    def _hidden_before(self, copy: SnapshotCopy) -> torch.Tensor:
+        start, hidden = self._last_hidden[copy.slot]
+        return hidden[copy.position - 1 - start]
 
     def _prepare(self, schedule: Schedule) -> None:
         for chunk in schedule.chunks:

@@ -15,7 +15,7 @@ from engine.batch import BlockTables, RequestRows, build_batch
 from engine.cache.kv_cache import KVCache
 from engine.models.qwen3_5 import Qwen3_5
 from engine.sampler import Sampler, SamplingRow
-from engine.scheduler import RequestState
+from engine.schedule import RequestState
 
 
 def accept(draft_token_ids: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from engine.cache.tiers import Tiers, Transfer
 from engine.ops.coded_kv import CodedKV
 from engine.ops.paged_kv import PagedKV
 from engine.planner import STAGED_BLOCKS
-from engine.scheduler import Schedule
+from engine.schedule import Schedule
 
 log = logging.getLogger("longlane.engine")
 
@@ -106,12 +106,9 @@ class TierCopier:
         for events in self._arriving:
             self._wait(events)
 
-    def protect(self, schedule: Schedule) -> None:
-        """What is launched next and writes where copies still read comes after them."""
+    def protect(self, blocks: set[int], snapshots: set[int]) -> None:
+        """What is launched next and writes these comes after the copies that still read them."""
         self._reading = [each for each in self._reading if not each[0].query()]
-        if not self._reading:
-            return
-        blocks, snapshots = written(schedule)
         for event, read_blocks, read_snapshots in self._reading:
             if blocks & read_blocks or snapshots & read_snapshots:
                 torch.cuda.current_stream(self._device).wait_event(event)
@@ -186,7 +183,8 @@ def runs(cells: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def written(schedule: Schedule) -> tuple[set[int], set[int]]:
     """Blocks and snapshots that a pass may write."""
-    starts = [(chunk.state, chunk.start) for chunk in schedule.chunks]
+    # behind a hit MTP's row of the token before is written too
+    starts = [(chunk.state, chunk.start - (chunk.restored is not None)) for chunk in schedule.chunks]
     starts += [(state, state.num_computed_tokens) for state in schedule.decodes]
     blocks = {block_id for state, start in starts for block_id in state.block_ids[start // BLOCK_SIZE :]}
     snapshots = {copy.index for copy in schedule.copies}

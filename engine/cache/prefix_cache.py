@@ -155,6 +155,7 @@ class PrefixCache:
         self._by_block: dict[int, Node] = {}
         self._num_slots = num_snapshots
         self._free_slots = list(range(num_snapshots - 1, -1, -1))
+        self._reserved: set[int] = set()
         # in the order of their last use, so that of two equally worthy ones the older goes first
         self._snapshots: dict[Snapshot, None] = {}
         self._floor = 0
@@ -252,10 +253,24 @@ class PrefixCache:
             block = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             path.nodes.append(self._address(path, block, block_ids[index]))
 
-    def stand(self, path: CachedPath, is_decoded: bool) -> int | None:
+    def reserve(self) -> int | None:
+        """Room for a snapshot that may come to stand; None where that would leave none for the others."""
+        if len(self._free_slots) + len(self._snapshots) < 2:
+            return None
+        index = self._take_slot()
+        self._reserved.add(index)
+        return index
+
+    def give_back(self, index: int) -> None:
+        """Nothing came to stand in what was reserved."""
+        self._reserved.remove(index)
+        self._free_slots.append(index)
+
+    def stand(self, path: CachedPath, is_decoded: bool, reserved: int | None = None) -> int | None:
         """A snapshot of the state at the path's end.
 
-        return  index to copy it to; None when one stands there already or none may
+        reserved  index that it has been copied to already, if it has
+        return    index to copy it to; None when one stands there already or none may
         """
         if not self.is_enabled or not path.nodes:
             return None
@@ -263,9 +278,10 @@ class PrefixCache:
             self._use(standing)
             return None
         self._pass(path, is_decoded)
-        if not self._free_slots:
-            self._evict(self._snapshots)
-        snapshot = Snapshot(self._free_slots.pop(), path.nodes[-1], is_decoded, self._floor, path.depth in path.anchors)
+        if reserved is not None:
+            self._reserved.remove(reserved)
+        index = self._take_slot() if reserved is None else reserved
+        snapshot = Snapshot(index, path.nodes[-1], is_decoded, self._floor, path.depth in path.anchors)
         self._snapshots[snapshot] = None
         path.nodes[-1].snapshot = path.latest = snapshot
         return snapshot.index
@@ -279,7 +295,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Asserts that tree, pool and snapshots tell the same story."""
         self._pool.check_integrity()
-        slots = [snapshot.index for snapshot in self._snapshots]
+        slots = [*self._reserved, *(snapshot.index for snapshot in self._snapshots)]
         assert sorted(self._free_slots + slots) == list(range(self._num_slots)), "a snapshot is lost or doubled"
         assert all(snapshot.node.snapshot is snapshot for snapshot in self._snapshots)
         assert all(self._pool.is_kept(n.block_id) or self._pool.is_held(n.block_id) for n in self._nodes.values())
@@ -352,6 +368,11 @@ class PrefixCache:
         above = next((node for node in ancestry(snapshot.node.parent) if node.snapshot is not None), None)
         cost = snapshot.node.depth - (above.depth if above else 0)
         return not snapshot.is_waypoint, cost + (0 if snapshot.is_waypoint else snapshot.base)
+
+    def _take_slot(self) -> int:
+        if not self._free_slots:
+            self._evict(self._snapshots)
+        return self._free_slots.pop()
 
     def _frees_a_block(self, snapshot: Snapshot) -> bool:
         return not snapshot.node.children and self._pool.is_kept(snapshot.node.block_id)

@@ -5,7 +5,7 @@ import torch
 from engine.batch import MAX_PENDING_ROWS
 from engine.models.config import CONV_WIDTH, GDN_HEAD_DIM, ModelConfig
 from engine.ops.delta_state import DeltaState
-from engine.ops.gated_delta_fold import gated_delta_fold
+from engine.ops.gated_delta_copy import gated_delta_copy
 
 NUM_TAPS = CONV_WIDTH - 1
 
@@ -43,15 +43,14 @@ class StateCache:
         for tensor in self._storage.tensors():
             tensor[:, slot].zero_()
 
-    def fold(self, slot: int, count: int) -> None:
-        """Commits the first `count` pending rows; those after them move up."""
-        slots = torch.tensor([slot], device=self._storage.state.device)
-        counts = torch.tensor([count], dtype=torch.int32, device=slots.device)
-        for memory in self.layers:
-            gated_delta_fold(memory, slots, counts)
-        pending = (self._storage.pending_key, self._storage.pending_u, self._storage.pending_alpha)
-        for rows in (self._storage.inputs[:, slot, NUM_TAPS:], *(tensor[:, slot] for tensor in pending)):
-            rows[:, : rows.shape[1] - count] = rows[:, count:].clone()
+    @property
+    def device(self) -> torch.device:
+        return self._storage.state.device
+
+    @property
+    def storage(self) -> DeltaState:
+        """All layers in one, [layers, slots, ...]."""
+        return self._storage
 
     def committed(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of one slot in all layers: state, and the convolution's last inputs.  [layers, ...], not copies"""
@@ -81,6 +80,24 @@ class StateSnapshots:
         """hidden  [hidden]"""
         state, taps = states.committed(slot)
         self._state[index], self._taps[index], self._hidden[index] = state, taps, hidden
+
+    def save_pending(
+        self,
+        indices: torch.Tensor,
+        states: StateCache,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> None:
+        """What would be committed if so many pending rows were. Nothing is, and nothing is waited for.
+
+        indices  [n] int64, all different
+        slots    [n] int64
+        counts   [n] int32  rows; of -1 no state is written
+        hidden   [n, hidden]  of the last of those rows
+        """
+        gated_delta_copy(states.storage, slots, counts, self._state, self._taps, indices)
+        self._hidden.index_copy_(0, indices, hidden.to(self._hidden.dtype))
 
     def restore(self, index: int, states: StateCache, slot: int) -> None:
         state, taps = states.committed(slot)

@@ -37,6 +37,17 @@ class DecodeSlots:
         """[slots, most drafts] int64"""
         return self.numbers[:, DRAFTS.value :]
 
+    def rows_until(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Accepted rows of the last pass that end before a position; -1 where it is none of those that they reach.
+
+        positions, slots  [n] int64
+        return            [n] int32
+        """
+        numbers = self.numbers.index_select(0, slots)
+        accepted = numbers[:, ACCEPTED.value]
+        counts = positions - numbers[:, POSITION.value] + accepted
+        return torch.where((counts > 0) & (counts <= accepted), counts, -1).int()
+
     def row(self, position: int, limit: int) -> list[int]:
         """The numbers of a slot whose newest token is at a position, without drafts."""
         numbers = [0] * self.numbers.shape[1]

@@ -66,7 +66,7 @@ def test_a_prompt_goes_on_from_the_answer_before_it():
 
 def test_nearly_all_that_an_infinite_cache_would_serve_is_reused(calls):
     chosen, least_recent = scheduler(), scheduler()
-    least_recent._cache = LruCache(least_recent._pool, 24)
+    least_recent._reuse._cache = LruCache(least_recent._pool, 24)
     result, other = result_of(simulated(calls, chosen)), result_of(simulated(calls, least_recent))
     assert result.of_infinite >= 0.98 > other.of_infinite
     assert result.gap_max <= 0.1

@@ -143,17 +143,62 @@ def test_random_submits_and_aborts_leave_nothing(checkpoint_dir):
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_prompts_are_reused_up_to_their_last_block(checkpoint_dir, num_drafts):
+def test_prompts_and_answers_are_reused_up_to_their_last_block(checkpoint_dir, num_drafts):
     in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
     history, reused = prompt(3, 150), 0
-    for turn in range(3):
-        each = request(f"turn{turn}", history, max_tokens=30)
+    for turn in range(4):
+        each = request(f"turn{turn}", history, max_tokens=50)
         expected, output = finish(in_step, each), finish(ahead, each)
         assert output.token_ids == expected.token_ids
-        # answers are not reused yet: their states stand only inside a pass
-        assert output.num_cached_tokens == reused
+        assert output.num_cached_tokens == expected.num_cached_tokens == reused
+        history = history + output.token_ids
+        # the last token's row was never computed
         reused = (len(history) - 1) // 64 * 64
-        history = history + output.token_ids + prompt(turn, 20)
+        history = history + prompt(turn, 20)
+
+
+def test_a_state_among_accepted_drafts_is_reused(tmp_path):
+    """Four rows a pass, all accepted: a block ends in the middle of them."""
+    in_step, ahead = pair(write_checkpoint(tmp_path, MOE, GEOMETRY, edit=transparent))
+    for length in (61, 62, 63):
+        text = prompt(length, length)
+        answer = finish(ahead, request("a", text, max_tokens=70)).token_ids
+        follow = request("b", text + answer + prompt(1, 5), max_tokens=20)
+        output = finish(ahead, follow)
+        assert output.num_cached_tokens == 128
+        assert output.token_ids == finish(in_step, follow).token_ids
+
+
+def test_an_aborted_answer_is_reused(checkpoint_dir):
+    in_step, ahead = pair(checkpoint_dir)
+    text = prompt(2, 100)
+    (answer,) = generate(in_step, request("a", text, max_tokens=130))
+    ahead.add(request("a", text, max_tokens=150))
+    num_tokens = 0
+    while num_tokens < 100:
+        num_tokens += sum(len(event.token_ids) for event in ahead.step())
+    ahead.abort("a")
+    drain(ahead)
+    output = finish(ahead, request("b", text + answer[:100], max_tokens=30))
+    assert (output.num_cached_tokens, output.token_ids) == (192, answer[100:])
+
+
+def test_deterministic_reuses_prompts_alone(checkpoint_dir):
+    _, ahead = pair(checkpoint_dir, deterministic=True)
+    text = prompt(2, 100)
+    answer = finish(ahead, request("a", text, max_tokens=100)).token_ids
+    assert finish(ahead, request("b", text + answer, max_tokens=1)).num_cached_tokens == 64
+
+
+def test_answers_come_back_from_host_memory(checkpoint_dir):
+    in_step, ahead = pair(checkpoint_dir, kv_cache_tokens=512, max_model_len=512, host_cache_bytes=64 * 2**20)
+    text = prompt(2, 100)
+    answer = finish(ahead, request("a", text, max_tokens=100)).token_ids
+    finish(ahead, request("other", prompt(3, 400), max_tokens=80))
+    follow = request("b", text + answer + prompt(4, 9), max_tokens=30)
+    output = finish(ahead, follow)
+    assert (output.num_cached_tokens, ahead.stats().num_host_tokens) == (192, 192)
+    assert output.token_ids == finish(in_step, follow).token_ids
 
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
@@ -177,5 +222,12 @@ def test_tokens_of_an_artifact_are_the_same(tmp_path):
         request("a", prompt(1, 70), max_tokens=12),
         request("b", prompt(2, 9), max_tokens=12, temperature=1.0, seed=2),
     ]
-    alone = [generate(engine(tmp_path / "artifact", num_drafts=0), each)[0] for each in requests]
-    assert generate(engine(tmp_path / "artifact", is_ahead=True, num_drafts=2), *requests) == alone
+    in_step, ahead = engine(tmp_path / "artifact", num_drafts=0), engine(tmp_path / "artifact", True, num_drafts=2)
+    alone = [generate(in_step, each)[0] for each in requests]
+    assert generate(ahead, *requests) == alone
+    # and behind the answers, whose keys, values and states hold what decoding rounds
+    follow = request("c", [*requests[0].prompt_token_ids, *alone[0], *prompt(3, 20)], max_tokens=60)
+    again = request("d", follow.prompt_token_ids + (7,) * 30, max_tokens=12)
+    expected, outputs = ([finish(core, each) for each in (follow, again)] for core in (in_step, ahead))
+    assert [output.num_cached_tokens for output in outputs] == [64, 64]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]

@@ -5,7 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import QueueFullError
 from engine.request import Request, SamplingParams
-from engine.scheduler import Outcome, Scheduler, cut_at_end
+from engine.schedule import Outcome
+from engine.scheduler import Scheduler, cut_at_end
 
 NUM_DRAFTS = 3
 
@@ -228,10 +229,10 @@ def test_the_state_of_an_answer_stands_where_a_block_ends_among_accepted_rows():
     step(s, token_ids=(1,), drafts=(1, 1, 1))
     (state,) = s.running
     step(s, token_ids=(1, 1, 1))
-    (copy,) = s.copies
-    # rows 62, 63 and 64 stand: two of them belong to the block, one stays pending
-    assert (copy.position, copy.num_folded) == (64, 2)
-    assert (state.num_computed_tokens, state.num_accepted_rows) == (65, 1)
+    # rows 62, 63 and 64 stand, two of them belong to the block
+    assert (state.num_computed_tokens, state.num_accepted_rows) == (65, 3)
+    (copy,) = s.schedule().kept
+    assert (copy.slot, copy.position) == (state.slot, 64)
 
 
 def test_rejected_drafts_do_not_fill_a_block():
@@ -240,7 +241,7 @@ def test_rejected_drafts_do_not_fill_a_block():
     step(s, token_ids=(1,), drafts=(1, 1, 1))
     step(s, token_ids=(9,))
     (state,) = s.running
-    assert (state.num_computed_tokens, state.path.depth, s.copies) == (63, 0, ())
+    assert (state.num_computed_tokens, state.path.depth, s.schedule().kept) == (63, 0, ())
 
 
 def test_tokens_after_a_stop_do_not_fill_a_block():
@@ -250,8 +251,54 @@ def test_tokens_after_a_stop_do_not_fill_a_block():
     s.add(Request("a", (1,) * 60, sampling), seed=0)
     step(s, token_ids=(1,), drafts=(1, 99, 1))
     _, (event,) = step(s, token_ids=(1, 99, 1, 1))
-    assert (event.token_ids, event.finish_reason, s.copies) == ((1,), "stop", ())
+    assert (event.token_ids, event.finish_reason, s.schedule().kept) == ((1,), "stop", ())
     assert s.stats().num_cached_blocks == 0
+
+
+def ahead(s, each, outcomes):
+    """Schedules, each made before the outcome of the one before it is known; what the engine has for each is given."""
+    s.add(each, seed=0)
+    schedules = [s.schedule()]
+    for token_ids, drafts in outcomes:
+        schedules.append(s.schedule())
+        s.update(schedules[-2], [Outcome(token_ids, (), drafts)])
+    return schedules
+
+
+def test_a_state_that_a_pass_in_flight_may_reach_is_copied_before_it_moves_on():
+    s = scheduler(num_snapshots=4)
+    drafts = (1, 1, 1)
+    schedules = ahead(
+        s, request("a", 58, 40), [((1,), drafts), ((1, 1), drafts), ((1,), drafts), ((1, 1, 1, 1), drafts)]
+    )
+    # rows 58, 60 and 61 begin the passes; the last of them may reach 64, and so may the one before it
+    assert [[copy.position for copy in each.kept] for each in schedules] == [[], [], [], [64], [64]]
+    assert s.stats().num_snapshots == 1
+    s.check_integrity()
+
+
+def test_a_state_that_was_not_reached_gives_its_place_back():
+    s = scheduler(num_snapshots=2)
+    *_, last = ahead(s, request("a", 62, 40), [((1,), (1, 1, 1)), ((9,), (1, 1, 1))])
+    assert [copy.position for copy in last.kept] == [64]
+    assert s.stats().num_snapshots == 0
+    s.check_integrity()
+
+
+def test_a_state_beyond_the_end_of_an_answer_does_not_stand():
+    s = scheduler(num_snapshots=2)
+    each = Request("a", (1,) * 62, SamplingParams(max_tokens=40, stop_token_ids=(99,)))
+    *_, last = ahead(s, each, [((1,), (99, 1, 1)), ((99, 1, 1, 1), ())])
+    assert [copy.position for copy in last.kept] == [64]
+    assert not s.has_requests and s.stats().num_snapshots == 0
+    s.check_integrity()
+
+
+def test_one_snapshot_is_left_to_prompts():
+    s = scheduler(num_snapshots=1)
+    schedules = ahead(s, request("a", 62, 40), [((1,), ()), ((1,), ()), ((1,), ())])
+    assert not any(each.kept for each in schedules)
+    s.check_integrity()
 
 
 def test_what_is_cached_gives_way_to_what_is_admitted():
@@ -348,7 +395,7 @@ def test_a_state_after_a_prompt_is_kept_with_the_schedule_that_reads_it():
     s.add(request("a", 130), seed=0)
     first = s.schedule()
     (copy,) = first.copies
-    assert (copy.position, copy.num_folded) == (128, 0)
+    assert copy.position == 128
     # reuse needs no more than the order in which passes run
     s.add(request("b", 140), seed=0)
     assert spans(s.schedule()) == [("a", 128, 130), ("b", 128, 140)]
@@ -533,11 +580,13 @@ class Chaos(RuleBasedStateMachine):
             num_slots=num_slots,
             prefill_chunk=prefill_chunk,
             num_snapshots=num_snapshots,
-            reuses_decoded=reuses_decoded and not is_ahead,
+            reuses_decoded=reuses_decoded,
             longest_gap_s=longest_gap_s,
         )
         self.is_ahead = is_ahead
         self.in_flight = []
+        self.last_decodes = ()
+        self.reached: dict[int, range] = {}
         self.num_blocks = num_blocks
         self.num_snapshots = num_snapshots
         self.expected: dict[str, int] = {}
@@ -575,7 +624,9 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data):
+        before = self.in_flight[-1].decodes if self.in_flight else self.last_decodes
         schedule = self.scheduler.schedule()
+        self.check_kept(schedule, {state.slot: state for state in before})
         assert not (schedule.is_empty and self.expected and not self.in_flight), "requests starve"
         assert sum(chunk.end - chunk.start for chunk in schedule.chunks) <= 128
         for state in (*(chunk.state for chunk in schedule.chunks), *schedule.decodes):
@@ -588,13 +639,19 @@ class Chaos(RuleBasedStateMachine):
 
     def update(self, data, schedule):
         self.check_rows_have_blocks(schedule)
-        standing = {state.slot: state.num_computed_tokens for state in schedule.decodes}
+        standing = {state: state.num_computed_tokens for state in schedule.decodes}
         for event in self.scheduler.update(schedule, [self.outcome(data, state) for state in schedule.sampled]):
             self.expected[event.request_id] -= len(event.token_ids)
             assert self.expected[event.request_id] >= 0
             if event.finish_reason is not None:
                 assert self.expected.pop(event.request_id) == 0
-        self.check_copies(standing)
+        self.last_decodes = schedule.decodes
+        self.reached = {
+            state.slot: range(start + 1, state.num_computed_tokens + 1) for state, start in standing.items()
+        }
+        for state in self.scheduler.running:
+            assert 0 <= state.num_accepted_rows <= 1 + NUM_DRAFTS
+            assert state.path.depth <= min(state.num_computed_tokens, len(state.token_ids))
 
     def check_chunks(self, schedule):
         """They have blocks, and a snapshot stands at a multiple of 64 at the end of one."""
@@ -606,18 +663,19 @@ class Chaos(RuleBasedStateMachine):
         ends = {chunk.state.slot: chunk.end for chunk in schedule.chunks}
         for copy in schedule.copies:
             assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
-            assert (copy.position, copy.num_folded) == (ends[copy.slot], 0)
+            assert copy.position == ends[copy.slot]
 
-    def check_copies(self, standing):
-        """A snapshot stands at a multiple of 64 that the step has reached, not beyond what was accepted."""
-        for copy in self.scheduler.copies:
-            assert not self.is_ahead
+    def check_kept(self, schedule, decoded):
+        """What is copied out of the last pass stands at multiples of 64 that the pass has reached, or may have where
+        its outcome is not known; every copy has a place of its own."""
+        assert len({copy.index for copy in schedule.kept}) == len(schedule.kept)
+        for copy in schedule.kept:
             assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
-            assert copy.position == standing[copy.slot] + copy.num_folded
-            assert 0 < copy.num_folded <= 1 + NUM_DRAFTS
-        for state in self.scheduler.running:
-            assert 0 <= state.num_accepted_rows <= 1 + NUM_DRAFTS
-            assert state.path.depth <= min(state.num_computed_tokens, len(state.token_ids))
+            if self.in_flight:
+                start = decoded[copy.slot].num_computed_tokens
+                assert start < copy.position <= start + 1 + NUM_DRAFTS
+            else:
+                assert copy.position in self.reached[copy.slot]
 
     def check_rows_have_blocks(self, schedule):
         """Where its rows lie is known now, and where MTP drafts behind them."""

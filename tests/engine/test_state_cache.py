@@ -25,27 +25,32 @@ def filled(config, seed=0):
     return cache
 
 
-def fold_all(cache, slot, count):
-    for memory in cache.layers:
-        gated_delta_fold(memory, torch.tensor([slot]), torch.tensor([count], dtype=torch.int32))
+def integers(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
 
 
-@pytest.mark.parametrize("first", [1, 3, 7])
-def test_folding_in_two_parts_equals_folding_at_once(config, first):
-    parts, whole = filled(config), filled(config)
-    parts.fold(1, first)
-    fold_all(parts, 1, MAX_PENDING_ROWS - first)
-    fold_all(whole, 1, MAX_PENDING_ROWS)
-    for mine, expected in zip(parts.committed(1), whole.committed(1), strict=True):
+@pytest.mark.parametrize("count", [1, 3, MAX_PENDING_ROWS])
+def test_a_snapshot_among_pending_rows_is_what_they_commit_to(config, count):
+    cache, folded = filled(config), filled(config)
+    snapshots, hidden = StateSnapshots(config, 3, CPU, torch.float32), torch.rand(2, config.hidden_size)
+    counts = integers(count, -1, dtype=torch.int32)
+    snapshots.save_pending(integers(2, 0), cache, integers(1, 0), counts, hidden)
+    for memory in folded.layers:
+        gated_delta_fold(memory, integers(1), counts[:1])
+    snapshots.restore(2, cache, 0)
+    for mine, expected in zip(cache.committed(0), folded.committed(1), strict=True):
         assert torch.equal(mine, expected)
+    assert torch.equal(snapshots.hidden(2), hidden[0])
+    # of what does not stand no state is written
+    assert not any(part.any() for part in snapshots.parts(0)[:2])
 
 
-def test_folding_leaves_other_slots_alone(config):
-    folded, before = filled(config), filled(config)
-    folded.fold(1, 2)
-    for slot in (0, 2):
-        for mine, expected in zip(folded.layers, before.layers, strict=True):
-            assert all(torch.equal(a[slot], b[slot]) for a, b in zip(mine.tensors(), expected.tensors(), strict=True))
+def test_a_snapshot_among_pending_rows_leaves_the_slots_alone(config):
+    cache, before = filled(config), filled(config)
+    counts, hidden = integers(2, dtype=torch.int32), torch.rand(1, config.hidden_size)
+    StateSnapshots(config, 1, CPU, torch.float32).save_pending(integers(0), cache, integers(1), counts, hidden)
+    for mine, expected in zip(cache.layers, before.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors(), expected.tensors(), strict=True))
 
 
 def test_a_snapshot_outlives_its_slot_and_goes_to_another(config):

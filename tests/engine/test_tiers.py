@@ -38,7 +38,7 @@ def host_file():
 
 
 def tiers_of(core):
-    return core._scheduler._tiers
+    return core._scheduler._reuse._tiers
 
 
 def prompts(texts, **sampling):
@@ -117,8 +117,8 @@ def test_what_a_dying_engine_spoiled_is_computed_again(checkpoint_dirs, texts, h
     tiers_of(first).settle()
     # the state at the end of the first prompt, and the third block of the second
     for text, is_state in ((texts[0], True), (texts[1], False)):
-        path = first._scheduler._cache.begin("")
-        hashes = first._scheduler._cache.address(path, text)
+        path = first._scheduler._reuse._cache.begin("")
+        hashes = first._scheduler._reuse._cache.address(path, text)
         index = tiers_of(first)._index
         entry = index.state(hashes[-1]) if is_state else index.block(hashes[2])
         tiers_of(first)._slab.parts(entry)[0][5] ^= 1
@@ -152,7 +152,7 @@ def test_a_damaged_file_costs_time_alone(checkpoint_dirs, texts, tmp_path):
     first = engine(checkpoint_dirs[MOE], **changes)
     generate(first, *prompts(texts[:1]))
     tiers_of(first).settle()
-    hashes = first._scheduler._cache.address(first._scheduler._cache.begin(""), texts[0])
+    hashes = first._scheduler._reuse._cache.address(first._scheduler._reuse._cache.begin(""), texts[0])
     (file,) = tmp_path.rglob(f"{hashes[4].hex()}.kv")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
@@ -171,7 +171,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_for_long(checkpoint_dirs, t
     first = engine(checkpoint_dirs[DENSE], **changes)
     answer = finish(first, request("a", texts[0])).token_ids
     tiers_of(first).settle()
-    monkeypatch.setattr("engine.scheduler.LONGEST_FETCH_S", 100.0)
+    monkeypatch.setattr("engine.reuse.LONGEST_FETCH_S", 100.0)
     second = engine(checkpoint_dirs[DENSE], **changes | {"kv_cache_tokens": 1024})
     answers = Event()
     monkeypatch.setattr(DiskTier, "read", lambda *_: answers.wait(100) and False)

@@ -70,7 +70,7 @@ class Chaos:
 
     @property
     def tiers(self):
-        return self.core._scheduler._tiers
+        return self.core._scheduler._reuse._tiers
 
     def submit(self):
         name = f"r{self.num_submitted}"

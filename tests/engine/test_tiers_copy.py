@@ -12,7 +12,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.kv_codecs import CODECS
 from engine.cache.tiers import Transfer
 from engine.models.config import read_config
-from engine.scheduler import Chunk, Schedule, SnapshotCopy
+from engine.schedule import Chunk, Schedule, SnapshotCopy
 from engine.tier_copy import pack, runs, unpack, written
 from tests.engine.checkpoints import MOE, Geometry, write_checkpoint
 from tests.engine.runtime import drain, engine, finish, request
@@ -84,5 +84,12 @@ def test_what_a_pass_writes():
     other = SimpleNamespace(block_ids=[20, 21, 22], num_computed_tokens=128)
     transfer = Transfer(blocks=((20, 0), (21, 1)), state=(3, 0))
     chunk = Chunk(other, 128, 192, is_first=True, restored=3, transfer=transfer)
-    schedule = Schedule((chunk,), (request_state,), (SnapshotCopy(0, 5, 192),))
+    schedule = Schedule((chunk,), (request_state,), copies=(SnapshotCopy(0, 5, 192),))
     assert written(schedule) == ({12, 13, 20, 21, 22}, {3, 5})
+
+
+def test_behind_a_hit_a_pass_writes_the_last_row_that_is_reused():
+    """MTP's, of the token before: in a block that may be on its way out."""
+    hit = Chunk(SimpleNamespace(block_ids=[20, 21, 22]), 128, 192, is_first=True, restored=3)
+    anew = Chunk(SimpleNamespace(block_ids=[30]), 0, 64, is_first=True)
+    assert written(Schedule((hit, anew))) == ({21, 22, 30}, set())

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from engine.ops.causal_conv_heads import BLOCK_ROWS, causal_conv_heads_kernel
+from engine.ops.gated_delta_copy import BLOCK, gated_delta_copy_kernel
 from engine.ops.gated_delta_decode import NUM_WARPS, gated_delta_decode_kernel
 from engine.ops.gated_delta_fold import gated_delta_fold_kernel
 from engine.ops.gated_delta_prefill import REQUESTS, SEGMENT, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
@@ -58,6 +59,19 @@ def test_decode(capability):
 def test_fold(capability):
     constants = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "PENDING": 8, "DIM": 128, "BLOCK": 1024}
     check(gated_delta_fold_kernel, capability, {}, constants, 8)
+
+
+@CARD
+def test_copy(capability):
+    types = {
+        "counts_ptr": "*i32",
+        "copies_ptr": "*fp32",
+        "taps_ptr": "*fp32",
+        "indices_ptr": "*i64",
+        "num_slots": "i32",
+    }
+    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "PENDING": 8, "DIM": 128, "BLOCK": BLOCK}
+    check(gated_delta_copy_kernel, capability, types, constants, 8)
 
 
 @pytest.mark.parametrize("capability", [86, 90])

@@ -44,6 +44,13 @@ def test_rows_are_the_newest_token_and_its_drafts(decode_rows, device):
     assert rows.block_tables.tolist() == [[3, 2, 1, 0], [9, 8, 7, 6]]
 
 
+def test_rows_until_a_position(device):
+    # three rows of each were accepted, of the last one: none has been folded since, or all
+    state = slots_at(device, (0, 66, 300, 3, []), (0, 64, 300, 3, []), (0, 67, 300, 3, []), (0, 63, 300, 3, []))
+    slots, positions = tensor([0, 1, 2, 3, 0], device), tensor([64, 64, 64, 64, 128], device)
+    assert state.rows_until(positions, slots).tolist() == [1, 3, -1, -1, -1]
+
+
 @pytest.mark.parametrize("decode_rows", ROWS)
 def test_one_row_without_drafts(decode_rows, device):
     state = slots_at(device, (7, 128, 300, 1, []), most_drafts=1)

@@ -5,10 +5,12 @@ import torch
 
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_chunked import gated_delta_chunked_reference
-from engine.ops.gated_delta_fold import gated_delta_fold
+from engine.ops.gated_delta_copy import gated_delta_copy_reference, gated_delta_copy_triton
+from engine.ops.gated_delta_fold import gated_delta_fold, gated_delta_fold_reference, gated_delta_fold_triton
 from engine.ops.gated_delta_recurrent import gated_delta_recurrent_reference
 from engine.ops.l2_norm import l2_norm
 from tests.ops.conftest import assert_matches
+from tests.ops.kernels import needs_kernels
 
 DIM = 128
 KEY_HEADS = 2
@@ -132,6 +134,36 @@ def test_fold_commits_the_accepted_rows_and_no_others(accepted, device):
         assert_matches(states.state[slot], expected)
         assert torch.equal(states.inputs[slot, :3], before.inputs[slot, count : count + 3])
     assert torch.equal(states.state[[1, 3]], before.state[[1, 3]])
+
+
+@pytest.mark.parametrize(
+    "copy, fold",
+    [
+        (gated_delta_copy_reference, gated_delta_fold_reference),
+        pytest.param(gated_delta_copy_triton, gated_delta_fold_triton, marks=needs_kernels),
+    ],
+)
+def test_a_copy_is_bit_for_bit_what_the_rows_commit_to(copy, fold, device):
+    """Of every layer, while the rows themselves go on waiting; nothing of a request whose rows end elsewhere."""
+    layers = [memory(4, 2, device) for _ in range(2)]
+    slots = torch.tensor([2, 0, 1], device=device)
+    for one in layers:
+        gated_delta_recurrent_reference(*inputs(13, 2, device), one, slots[:2], [8, 5])
+    whole = DeltaState(*map(torch.stack, zip(*(one.tensors() for one in layers), strict=True)))
+    before = copied(whole)
+    state, taps = (
+        x.new_full((5, 2, *size), -1.0) for x, size in ((whole.state, (4, DIM, DIM)), (whole.inputs, (3, 16)))
+    )
+    counts, indices = torch.tensor([3, 5, -1], device=device).int(), torch.tensor([4, 0, 3], device=device)
+    copy(whole, slots, counts, state, taps, indices)
+    for number, one in enumerate(layers):
+        fold(one, slots[:2], counts[:2])
+        for slot, index in ((2, 4), (0, 0)):
+            assert torch.equal(state[index, number], one.state[slot])
+            assert torch.equal(taps[index, number], one.inputs[slot, :3])
+    assert (state[[1, 2, 3]] == -1).all() and (taps[[1, 2, 3]] == -1).all()
+    for mine, expected in zip(whole.tensors(), before.tensors(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("pass_rows, accepted", [(1, 1), (4, 4), (4, 2), (8, 3)])

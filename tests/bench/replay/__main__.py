@@ -58,7 +58,7 @@ def scheduler_of(arguments: argparse.Namespace, eviction: str = "chosen", **chan
         reuses_decoded=not arguments.prompts_only,
         longest_gap_s=arguments.gap_ms / 1000,
     )
-    scheduler._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
+    scheduler._reuse._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
     return scheduler
 
 

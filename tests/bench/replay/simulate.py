@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 
 from engine.cache.prefix_cache import hash_block, pack
 from engine.request import Request, SamplingParams
-from engine.scheduler import Outcome, RequestState, Schedule, Scheduler
+from engine.schedule import Outcome, RequestState, Schedule
+from engine.scheduler import Scheduler
 from tests.bench.replay.trace import Call, Spelling
 
 BLOCK = 64
