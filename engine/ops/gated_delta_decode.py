@@ -1,6 +1,8 @@
-"""All of Gated DeltaNet between its two products for rows that may be taken back, in one launch."""
+"""All of Gated DeltaNet between its two products for rows that may be taken back, in two launches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -11,7 +13,6 @@ from engine.ops.delta_state import DeltaState, DeltaWeights
 from engine.ops.gated_delta_fold import (
     fold_rows,
     gated_delta_fold_reference,
-    key_offsets,
     tile_offsets,
     write_row,
 )
@@ -22,7 +23,11 @@ from engine.ops.l2_norm import l2_norm_reference
 from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
 from engine.ops.quantized_dot import has_dependent_launch, launch_options
 
-NUM_WARPS = 8
+# a head's state goes to several programs: small ones find room beside those of the product before them
+PARTS = 4
+STEP_WARPS, FINISH_WARPS = 4, 1
+# channels of the convolution's inputs that one program moves on
+MOVED = tl.constexpr(128)
 
 
 def gated_delta_decode(
@@ -42,8 +47,9 @@ def gated_delta_decode(
     num_accepted  [requests] int32  pending rows of the pass before that are committed first
     return        [rows, value_heads * dim]  dtype of projected
     writes        of those slots: the accepted rows into the state, the inputs moved on by as many; the new rows pending
-    bounds        at most MAX_PENDING_ROWS rows per request; state_slots and num_accepted have to be final before the
-                  kernels of the pass begin to overlap: they and the memory are read while the one before this ends
+    bounds        at most MAX_PENDING_ROWS rows per request; state_slots, query_starts and num_accepted have to be final
+                  before the kernels of the pass begin to overlap: they and the memory are read while the one before
+                  this ends
     """
     parts = (projected, weights, memory, state_slots, query_starts, num_accepted, num_rows)
     if projected.is_cuda:
@@ -145,163 +151,199 @@ def _launch(
     assert weights.dim == 128 and weights.conv.shape[1] == 4 and max(num_rows) <= pending
     assert projected.stride(1) == 1 and weights.conv.is_contiguous()
     assert all(tensor.is_contiguous() for tensor in memory.tensors())
-    device = projected.device
-    scratch = torch.empty(len(num_rows), weights.value_heads, pending, 5, weights.dim, device=device)
-    gated_delta_decode_kernel[(weights.value_heads, len(num_rows))](
-        projected, weights.conv, weights.decay, weights.dt_bias, weights.norm, *memory.tensors(), state_slots,
-        query_starts, num_accepted, scratch, *outputs, projected.stride(0), weights.eps, KEY_HEADS=weights.key_heads,
-        GROUP=weights.value_heads // weights.key_heads, PENDING=pending, IS_ROUNDED=is_rounded,
-        PDL=has_dependent_launch(device), **launch_options(device, NUM_WARPS),
+    device, value_heads = projected.device, weights.value_heads
+    channels = len(weights.conv)
+    scratch = Handover.empty(len(projected), weights, device)
+    heads = {"KEY_HEADS": weights.key_heads, "GROUP": value_heads // weights.key_heads, "PENDING": pending}
+    gated_delta_step_kernel[(value_heads * PARTS, len(num_rows))](
+        projected, weights.conv, weights.decay, weights.dt_bias, memory.state, memory.inputs, memory.pending_key,
+        memory.pending_u, memory.pending_alpha, state_slots, query_starts, num_accepted, *scratch.tensors(),
+        projected.stride(0), PARTS=PARTS, PDL=has_dependent_launch(device), **heads,
+        **launch_options(device, STEP_WARPS),
+    )  # fmt: skip
+    gated_delta_finish_kernel[(value_heads + channels // MOVED.value, len(num_rows), max(num_rows))](
+        projected, weights.norm, memory.inputs, memory.pending_key, memory.pending_alpha, state_slots, query_starts,
+        num_accepted, *scratch.tensors(), *outputs, projected.stride(0), weights.eps, IS_ROUNDED=is_rounded,
+        PDL=has_dependent_launch(device), **heads, **launch_options(device, FINISH_WARPS),
     )  # fmt: skip
 
 
-@triton.jit
-def load_past(inputs_at, t, BACK: tl.constexpr, channels):
-    """The input BACK rows before row t [PENDING, DIM], where that is one from before the pass."""
-    source = t - BACK
-    return tl.load(inputs_at + (source + 3) * channels, mask=source < 0, other=0.0)
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What the first launch leaves to the second.
+
+    output  [rows, value_heads, dim] fp32
+    key     [rows, key_heads, dim] fp32
+    alpha   [rows, value_heads] fp32
+    """
+
+    output: torch.Tensor
+    key: torch.Tensor
+    alpha: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, weights: DeltaWeights, device: torch.device) -> Self:
+        heads = weights.value_heads, weights.key_heads
+        output, key = (torch.empty(rows, count, weights.dim, device=device) for count in heads)
+        return cls(output, key, torch.empty(rows, weights.value_heads, device=device))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.output, self.key, self.alpha
 
 
 @triton.jit
-def load_all_past(inputs_at, t, channels):
-    third = load_past(inputs_at, t, 3, channels)
-    return third, load_past(inputs_at, t, 2, channels), load_past(inputs_at, t, 1, channels)
+def load_taps(inputs_at, channels):
+    """The three inputs before the pass, oldest first."""
+    return tl.load(inputs_at), tl.load(inputs_at + channels), tl.load(inputs_at + 2 * channels)
 
 
 @triton.jit
-def load_row(x_at, t, rows, BACK: tl.constexpr, x_stride):
-    """The input BACK rows before row t, where it is one of the pass."""
-    source = t - BACK
-    return tl.load(x_at + source * x_stride, mask=(source >= 0) & (t < rows), other=0.0).to(tl.float32)
+def load_conv(conv_ptr, channel):
+    at = conv_ptr + channel * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
-def convolve(x_at, conv_at, past, t, rows, x_stride):
-    """silu of the convolution, and the rows themselves."""
-    x = load_row(x_at, t, rows, 0, x_stride)
-    y = (load_row(x_at, t, rows, 3, x_stride) + past[0]) * tl.load(conv_at)
-    y += (load_row(x_at, t, rows, 2, x_stride) + past[1]) * tl.load(conv_at + 1)
-    y += (load_row(x_at, t, rows, 1, x_stride) + past[2]) * tl.load(conv_at + 2)
-    y += x * tl.load(conv_at + 3)
-    return (y * tl.sigmoid(y)).to(x_at.dtype.element_ty).to(tl.float32), x
+def convolve(taps, x, conv, dtype: tl.constexpr):
+    """silu of the convolution, rounded to the type of the rows"""
+    y = taps[0] * conv[0]
+    y += taps[1] * conv[1]
+    y += taps[2] * conv[2]
+    y += x * conv[3]
+    return (y * tl.sigmoid(y)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def times_vector(tile, vector):
-    """Sums over the key dimension: tile [DIM, DIM / 32, 32] times vector [DIM / 32, 32] -> [DIM]."""
+    """Sums over the key dimension: tile [rows, DIM / 32, 32] times vector [DIM / 32, 32] -> [rows]."""
     return tl.sum(tl.sum(tile * vector[None, :, :], axis=1), axis=1)
 
 
 @triton.jit(do_not_specialize=["x_stride"])
-def gated_delta_decode_kernel(
-    x_ptr, conv_ptr, decay_ptr, dt_bias_ptr, norm_ptr, state_ptr, inputs_ptr, keys_ptr, u_ptr, alpha_ptr, arrivals_ptr,
-    slots_ptr, starts_ptr, accepted_ptr, scratch_ptr, y_ptr, scales_ptr, sums_ptr, x_stride, eps,
+def gated_delta_step_kernel(
+    x_ptr, conv_ptr, decay_ptr, dt_bias_ptr, state_ptr, inputs_ptr, keys_ptr, u_ptr, alpha_ptr, slots_ptr, starts_ptr,
+    accepted_ptr, made_ptr, made_key_ptr, made_alpha_ptr, x_stride,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, PENDING: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of the value dimensions of one value head of one request, row by row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    dim: tl.constexpr = 128
+    width: tl.constexpr = dim // PARTS
+    value_heads: tl.constexpr = KEY_HEADS * GROUP
+    channels: tl.constexpr = (2 * KEY_HEADS + value_heads) * dim
+    head, part, request = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    key_head = head // GROUP
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    count = tl.minimum(tl.maximum(tl.load(accepted_ptr + request), 0), PENDING)
+    first_row = tl.load(starts_ptr + request).to(tl.int64)
+    rows = tl.minimum((tl.load(starts_ptr + request + 1) - first_row).to(tl.int32), PENDING)
+    lane, value_lane = tl.arange(0, dim), part * width + tl.arange(0, width)
+    state_at = state_ptr + ((slot * value_heads + head) * dim + part * width) * dim + tile_offsets(dim, width)
+    tile = tl.load(state_at)
+    keys_ptr += slot * (PENDING * KEY_HEADS * dim) + key_head * dim
+    u_ptr += slot * (PENDING * value_heads * dim) + head * dim + part * width
+    alpha_ptr += slot * (PENDING * value_heads) + head
+    query_at, key_at = key_head * dim + lane, (KEY_HEADS + key_head) * dim + lane
+    value_at = (2 * KEY_HEADS + head) * dim + value_lane
+    before = inputs_ptr + slot * ((3 + PENDING) * channels) + count * channels
+    query_taps, key_taps = load_taps(before + query_at, channels), load_taps(before + key_at, channels)
+    value_taps = load_taps(before + value_at, channels)
+    query_conv, key_conv = load_conv(conv_ptr, query_at), load_conv(conv_ptr, key_at)
+    value_conv = load_conv(conv_ptr, value_at)
+    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
+    tile = fold_rows(tile, keys_ptr, u_ptr, alpha_ptr, count, KEY_HEADS, value_heads)
+    if count > 0:
+        tl.store(state_at, tile)
+    # all threads have read the pending rows that are overwritten below
+    tl.debug_barrier()
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x_ptr += first_row * x_stride
+    gates_at = (channels + value_heads * dim) + head
+    for i in range(rows):
+        query_x = tl.load(x_ptr + query_at).to(tl.float32)
+        key_x = tl.load(x_ptr + key_at).to(tl.float32)
+        value_x = tl.load(x_ptr + value_at).to(tl.float32)
+        a, b = tl.load(x_ptr + gates_at).to(tl.float32), tl.load(x_ptr + gates_at + value_heads).to(tl.float32)
+        alpha, beta = tl.exp(log_decay(a, decay, dt_bias)), tl.sigmoid(b)
+        query = convolve(query_taps, query_x, query_conv, x_ptr.dtype.element_ty)
+        key = convolve(key_taps, key_x, key_conv, x_ptr.dtype.element_ty)
+        value = convolve(value_taps, value_x, value_conv, x_ptr.dtype.element_ty)
+        query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6) * 0.08838834764831845
+        key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+        overlap = tl.sum(query * key, axis=0)
+        folded_key = tl.reshape(key, [dim // 32, 32])
+        # both products of a row in one reading of the state, before it decays
+        u = beta * value - alpha * beta * times_vector(tile, folded_key)
+        output = alpha * times_vector(tile, tl.reshape(query, [dim // 32, 32])) + u * overlap
+        row = first_row + i
+        tl.store(u_ptr + i * (value_heads * dim) + tl.arange(0, width), u)
+        tl.store(made_ptr + (row * value_heads + head) * dim + value_lane, output)
+        if part == 0:
+            tl.store(made_alpha_ptr + row * value_heads + head, alpha)
+            if head % GROUP == 0:
+                tl.store(made_key_ptr + (row * KEY_HEADS + key_head) * dim + lane, key)
+        if i + 1 < rows:
+            tile = write_row(tile, alpha, u, folded_key)
+            x_ptr += x_stride
+            query_taps = query_taps[1], query_taps[2], query_x
+            key_taps = key_taps[1], key_taps[2], key_x
+            value_taps = value_taps[1], value_taps[2], value_x
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def gated_delta_finish_kernel(
+    x_ptr, norm_ptr, inputs_ptr, keys_ptr, alpha_ptr, slots_ptr, starts_ptr, accepted_ptr,
+    made_ptr, made_key_ptr, made_alpha_ptr, y_ptr, scales_ptr, sums_ptr, x_stride, eps,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, PENDING: tl.constexpr, IS_ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one request. Only the recurrence goes row by row; what comes before it and after it is done
-    for all rows there may be at once, one row a warp, and handed over through memory of the program's own.
-
-    What its key head's value heads share is written by the last of them to have read it: which one that is depends on
-    arrival, what it writes does not."""
+    """One value head of one row: norm and gate, and what of it waits beside the state. Other programs move the
+    convolution's inputs on, which nobody reads any more."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dim: tl.constexpr = 128
     value_heads: tl.constexpr = KEY_HEADS * GROUP
     channels: tl.constexpr = (2 * KEY_HEADS + value_heads) * dim
-    head, request = tl.program_id(0), tl.program_id(1)
-    key_head = head // GROUP
+    head, request, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    count = tl.minimum(tl.maximum(tl.load(accepted_ptr + request), 0), PENDING)
-    keys_ptr += slot * (PENDING * KEY_HEADS * dim) + key_head * dim
-    u_ptr += slot * (PENDING * value_heads * dim) + head * dim
-    alpha_ptr += slot * (PENDING * value_heads) + head
-    arrivals_ptr += slot * KEY_HEADS + key_head
-    inputs_ptr += slot * ((3 + PENDING) * channels)
-    scratch_ptr += (request * value_heads + head) * (PENDING * (5 * dim))
-    lane, t = tl.arange(0, dim), tl.arange(0, PENDING)
-    row_lane, every = lane[None, :], t[:, None]
-    query_at, key_at = key_head * dim + row_lane, (KEY_HEADS + key_head) * dim + row_lane
-    value_at = (2 * KEY_HEADS + head) * dim + row_lane
-
-    before = inputs_ptr + count * channels
-    query_past = load_all_past(before + query_at, every, channels)
-    key_past = load_all_past(before + key_at, every, channels)
-    value_past = load_all_past(before + value_at, every, channels)
-    is_tap = every < 3
-    tap_at = every * channels
-    query_taps = tl.load(before + tap_at + query_at, mask=is_tap, other=0.0)
-    key_taps = tl.load(before + tap_at + key_at, mask=is_tap, other=0.0)
-    value_taps = tl.load(before + tap_at + value_at, mask=is_tap, other=0.0)
-    state_at = state_ptr + (slot * value_heads + head) * (dim * dim) + tile_offsets(dim)
-    tile = fold_rows(tl.load(state_at), keys_ptr, u_ptr, alpha_ptr, count, KEY_HEADS, value_heads)
-    if count > 0:
-        tl.store(state_at, tile)
-    # all threads have read what is overwritten below
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals_ptr, 1) == GROUP - 1
-    if is_last:
-        tl.store(arrivals_ptr, 0)
-        tl.store(inputs_ptr + tap_at + query_at, query_taps, mask=is_tap)
-        tl.store(inputs_ptr + tap_at + key_at, key_taps, mask=is_tap)
-    tl.store(inputs_ptr + tap_at + value_at, value_taps, mask=is_tap)
-    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
-
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     first_row = tl.load(starts_ptr + request).to(tl.int64)
     rows = tl.minimum((tl.load(starts_ptr + request + 1) - first_row).to(tl.int32), PENDING)
-    x_ptr += first_row * x_stride
-    live = every < rows
-    query, query_x = convolve(x_ptr + query_at, conv_ptr + query_at * 4, query_past, every, rows, x_stride)
-    key, key_x = convolve(x_ptr + key_at, conv_ptr + key_at * 4, key_past, every, rows, x_stride)
-    value, value_x = convolve(x_ptr + value_at, conv_ptr + value_at * 4, value_past, every, rows, x_stride)
-    z = tl.load(x_ptr + every * x_stride + channels + head * dim + row_lane, mask=live, other=0.0).to(tl.float32)
-    gates_at = x_ptr + t * x_stride + (channels + value_heads * dim) + head
-    a = tl.load(gates_at, mask=t < rows, other=0.0).to(tl.float32)
-    b = tl.load(gates_at + value_heads, mask=t < rows, other=0.0).to(tl.float32)
-    alpha, beta = tl.exp(log_decay(a, decay, dt_bias)), tl.sigmoid(b)
-    query *= tl.rsqrt(tl.sum(query * query, axis=1) + 1e-6)[:, None] * 0.08838834764831845
-    key *= tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)[:, None]
-    own = scratch_ptr + every * (5 * dim) + row_lane
-    tl.store(own, query)
-    tl.store(own + dim, key)
-    tl.store(own + 2 * dim, value)
-    numbers = scratch_ptr + t * (5 * dim) + 3 * dim
-    tl.store(numbers, alpha)
-    tl.store(numbers + 1, beta)
-    tl.store(numbers + 2, tl.sum(query * key, axis=1))
-    pending = inputs_ptr + (3 + every) * channels
-    tl.store(pending + value_at, value_x, mask=live)
-    tl.store(alpha_ptr + t * value_heads, alpha, mask=t < rows)
-    if is_last:
-        tl.store(pending + query_at, query_x, mask=live)
-        tl.store(pending + key_at, key_x, mask=live)
-        tl.store(keys_ptr + every * (KEY_HEADS * dim) + row_lane, key, mask=live)
-    tl.debug_barrier()
-    for i in range(rows):
-        here = scratch_ptr + i * (5 * dim)
-        query_i, key_i = tl.load(here + key_offsets(dim)), tl.load(here + dim + key_offsets(dim))
-        value_i = tl.load(here + 2 * dim + lane)
-        alpha_i, beta_i, overlap = tl.load(here + 3 * dim), tl.load(here + 3 * dim + 1), tl.load(here + 3 * dim + 2)
-        # both products of a row in one reading of the state, before it decays
-        u = beta_i * value_i - alpha_i * beta_i * times_vector(tile, key_i)
-        output = alpha_i * times_vector(tile, query_i) + u * overlap
-        if i + 1 < rows:
-            tile = write_row(tile, alpha_i, u, key_i)
-        tl.store(u_ptr + i * (value_heads * dim) + lane, u)
-        tl.store(here + 4 * dim + lane, output)
-    tl.debug_barrier()
-    output = tl.load(own + 4 * dim, mask=live, other=0.0)
-    scale = tl.rsqrt(tl.sum(output * output, axis=1) / dim + eps)[:, None]
-    y = (output * scale * tl.load(norm_ptr + lane)[None, :] * (z * tl.sigmoid(z))).to(x_ptr.dtype.element_ty)
-    if IS_ROUNDED:
-        halves: tl.constexpr = PENDING * (dim // 64)
-        groups: tl.constexpr = value_heads * (dim // 64)
-        half = tl.arange(0, halves)
-        row = half // (dim // 64)
-        group = tl.where(row < rows, head * (dim // 64) + half % (dim // 64), groups)
-        wide = tl.reshape(y.to(tl.float32), [halves, 64])
-        # groups past a row's last are not stored
-        store_rounded(wide, y_ptr, scales_ptr, sums_ptr, first_row + row, group - half, groups, halves)
-    else:
-        tl.store(y_ptr + (first_row + every) * (value_heads * dim) + head * dim + row_lane, y, mask=live)
+    if head < value_heads:
+        halves = tl.arange(0, dim // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        norm = tl.load(norm_ptr + halves)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if i < rows:
+            row = first_row + i
+            output = tl.load(made_ptr + (row * value_heads + head) * dim + halves)
+            z = tl.load(x_ptr + row * x_stride + channels + head * dim + halves).to(tl.float32)
+            alpha = tl.load(made_alpha_ptr + row * value_heads + head)
+            tl.store(alpha_ptr + (slot * PENDING + i) * value_heads + head, alpha)
+            if head % GROUP == 0:
+                key = tl.load(made_key_ptr + (row * KEY_HEADS + head // GROUP) * dim + halves)
+                tl.store(keys_ptr + ((slot * PENDING + i) * KEY_HEADS + head // GROUP) * dim + halves, key)
+            scale = tl.rsqrt(tl.sum(tl.sum(output * output, axis=1), axis=0) / dim + eps)
+            y = (output * scale * norm * (z * tl.sigmoid(z))).to(x_ptr.dtype.element_ty)
+            if IS_ROUNDED:
+                groups: tl.constexpr = dim // 64
+                store_rounded(
+                    y.to(tl.float32), y_ptr, scales_ptr, sums_ptr, row, head * groups, value_heads * groups, groups
+                )
+            else:
+                tl.store(y_ptr + (row * value_heads + head) * dim + halves, y)
+    elif i == 0:
+        count = tl.minimum(tl.maximum(tl.load(accepted_ptr + request), 0), PENDING)
+        channel = (head - value_heads) * MOVED + tl.arange(0, MOVED)
+        inputs_at = inputs_ptr + slot * ((3 + PENDING) * channels) + channel
+        taps = load_taps(inputs_at + count * channels, channels)
+        # each channel is one thread's throughout
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        tl.store(inputs_at, taps[0])
+        tl.store(inputs_at + channels, taps[1])
+        tl.store(inputs_at + 2 * channels, taps[2])
+        for j in range(rows):
+            x = tl.load(x_ptr + (first_row + j) * x_stride + channel).to(tl.float32)
+            tl.store(inputs_at + (3 + j) * channels, x)

@@ -63,10 +63,11 @@ def gated_delta_fold_triton(memory: DeltaState, state_slots: torch.Tensor, num_a
 
 
 @triton.jit
-def tile_offsets(DIM: tl.constexpr):
-    """A head's state [value_dim, key_dim] as [value_dim, key_dim / 32, 32]: a sum over the key dimension then crosses
-    eight threads, not thirty-two."""
-    return tl.arange(0, DIM)[:, None, None] * DIM + key_offsets(DIM)[None, :, :]
+def tile_offsets(DIM: tl.constexpr, ROWS: tl.constexpr = None):
+    """ROWS of a head's state [value_dim, key_dim], all if not given, as [ROWS, key_dim / 32, 32]: a sum over the key
+    dimension then crosses eight threads, not thirty-two."""
+    rows: tl.constexpr = DIM if ROWS is None else ROWS
+    return tl.arange(0, rows)[:, None, None] * DIM + key_offsets(DIM)[None, :, :]
 
 
 @triton.jit
@@ -83,11 +84,11 @@ def write_row(tile, alpha, u, key):
 
 @triton.jit
 def fold_rows(tile, keys_ptr, u_ptr, alpha_ptr, count, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr):
-    """The tile with the first `count` pending rows in it."""
-    dim: tl.constexpr = tile.shape[0]
+    """The tile with the first `count` pending rows in it. u_ptr  of the tile's first value dimension"""
+    dim: tl.constexpr = tile.shape[1] * tile.shape[2]
     for j in range(count):
         alpha = tl.load(alpha_ptr + j * VALUE_HEADS)
-        u = tl.load(u_ptr + j * (VALUE_HEADS * dim) + tl.arange(0, dim))
+        u = tl.load(u_ptr + j * (VALUE_HEADS * dim) + tl.arange(0, tile.shape[0]))
         key = tl.load(keys_ptr + j * (KEY_HEADS * dim) + key_offsets(dim))
         tile = write_row(tile, alpha, u, key)
     return tile

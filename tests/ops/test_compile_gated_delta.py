@@ -6,7 +6,13 @@ import pytest
 
 from engine.ops.causal_conv_heads import BLOCK_ROWS, causal_conv_heads_kernel
 from engine.ops.gated_delta_copy import BLOCK, gated_delta_copy_kernel
-from engine.ops.gated_delta_decode import NUM_WARPS, gated_delta_decode_kernel
+from engine.ops.gated_delta_decode import (
+    FINISH_WARPS,
+    PARTS,
+    STEP_WARPS,
+    gated_delta_finish_kernel,
+    gated_delta_step_kernel,
+)
 from engine.ops.gated_delta_fold import gated_delta_fold_kernel
 from engine.ops.gated_delta_prefill import REQUESTS, SEGMENT, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
 from engine.ops.gated_rms_norm import BLOCK_ITEMS, gated_rms_norm_kernel
@@ -16,9 +22,18 @@ from tests.ops.targets import SHARED_MEMORY, compiled
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
 CARD = pytest.mark.parametrize("capability", SHARED_MEMORY)
 INTEGERS = ["x_stride", "inputs_stride", "gate_stride", "gates_stride", "channels", "unit_heads", "heads", "start"]
-WORDS = ["starts_ptr", "accepted_ptr", "arrivals_ptr"]
+WORDS = ["starts_ptr", "accepted_ptr"]
 NUMBERS = ["decay_ptr", "dt_bias_ptr", "norm_ptr", "norms_ptr", "state_ptr", "inputs_ptr", "keys_ptr", "u_ptr"]
-NUMBERS += ["alpha_ptr", "scratch_ptr", "conv_ptr", "weight_ptr", "fresh_ptr", "factors_ptr"]
+NUMBERS += [
+    "alpha_ptr",
+    "made_ptr",
+    "made_key_ptr",
+    "made_alpha_ptr",
+    "conv_ptr",
+    "weight_ptr",
+    "fresh_ptr",
+    "factors_ptr",
+]
 HALVES = ["x_ptr", "a_ptr", "b_ptr", "gate_ptr", "stale_ptr", "within_ptr"]
 TYPES = (
     dict.fromkeys([*INTEGERS, "requests"], "i32")
@@ -46,12 +61,13 @@ def check(kernel, capability, types, constants, num_warps):
 
 @CARD
 def test_decode(capability):
-    slow(capability, always=90)
     key_heads, group = MODELS[capability == 90]
     depends = capability >= 90
-    constants = {"KEY_HEADS": key_heads, "GROUP": group, "PENDING": 8, "IS_ROUNDED": True, "PDL": depends}
+    heads = {"KEY_HEADS": key_heads, "GROUP": group, "PENDING": 8, "PDL": depends}
+    ptx = check(gated_delta_step_kernel, capability, {}, heads | {"PARTS": PARTS}, STEP_WARPS)
+    assert ("griddepcontrol.wait" in ptx) == depends
     types = {"y_ptr": "*i8", "scales_ptr": "*fp32", "sums_ptr": "*i32"}
-    ptx = check(gated_delta_decode_kernel, capability, types, constants, NUM_WARPS)
+    ptx = check(gated_delta_finish_kernel, capability, types, heads | {"IS_ROUNDED": True}, FINISH_WARPS)
     assert ("griddepcontrol.wait" in ptx) == depends
 
 

@@ -1,4 +1,4 @@
-"""One launch from the projection of Gated DeltaNet to the rows of its output matrix."""
+"""From the projection of Gated DeltaNet to the rows of its output matrix."""
 
 import dataclasses
 
