@@ -141,7 +141,7 @@ class Reuse:
         """The request gets blocks for so many tokens, out of those promised to it."""
         missing = -(-num_tokens // BLOCK_SIZE) - len(state.block_ids)
         if missing > 0:
-            state.block_ids += [self._cache.take() for _ in range(missing)]
+            state.block_ids += self._cache.take(missing)
             state.num_promised_blocks -= missing
 
     def keep_prompt(self, chunk: Chunk) -> SnapshotCopy | None:
@@ -229,7 +229,7 @@ class Reuse:
         assert self._tiers is not None
         num_at_hand = len(state.block_ids)
         self.take_blocks(state, found.depth)
-        index = self._cache.take_in(state.path, state.token_ids, found.depth, state.block_ids)
+        index = self._cache.take_in(state.path, state.request.prompt_token_ids, found.depth, state.block_ids)
         return index, self._tiers.bring_back(found, num_at_hand, state.block_ids[num_at_hand:], index)
 
     def _hashes(self, state: RequestState) -> tuple[bytes, ...]:

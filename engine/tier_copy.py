@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -54,11 +55,10 @@ class TierCopier:
     def store(self, transfer: Transfer) -> None:
         """To the slab, as what was launched before leaves it."""
         with self._beside():
-            for blocks in _pieces(transfer.blocks):
-                ids = self._ids(blocks)
+            for piece in self._pieces(transfer):
                 for layer, plane in zip(self._kv.layers, self._planes, strict=True):
-                    packed = pack(layer, ids)
-                    for row, cell, count in runs([cell for _, cell in blocks]):
+                    packed = pack(layer, piece.block_ids)
+                    for row, cell, count in piece.runs:
                         plane[cell : cell + count].copy_(packed[row : row + count], non_blocking=True)
             if transfer.state is not None:
                 index, cell = transfer.state
@@ -78,8 +78,9 @@ class TierCopier:
             for part, source in self._state_parts(*transfer.state):
                 part.copy_(source, non_blocking=True)
             event = self._mark()
+            pieces = list(self._pieces(transfer))
             for layer, events in enumerate(self._arriving):
-                self._restore_layer(layer, transfer)
+                self._restore_layer(layer, pieces)
                 if arrived := self._mark():
                     events.append(arrived)
         if event is not None:
@@ -113,13 +114,18 @@ class TierCopier:
             if blocks & read_blocks or snapshots & read_snapshots:
                 torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _restore_layer(self, layer: int, transfer: Transfer) -> None:
+    def _restore_layer(self, layer: int, pieces: Sequence["Piece"]) -> None:
         plane = self._planes[layer]
-        for blocks in _pieces(transfer.blocks):
-            packed = torch.empty(len(blocks), plane.shape[1], dtype=torch.uint8, device=self._device)
-            for row, cell, count in runs([cell for _, cell in blocks]):
+        for piece in pieces:
+            packed = torch.empty(len(piece.block_ids), plane.shape[1], dtype=torch.uint8, device=self._device)
+            for row, cell, count in piece.runs:
                 packed[row : row + count].copy_(plane[cell : cell + count], non_blocking=True)
-            unpack(self._kv.layers[layer], self._ids(blocks), packed)
+            unpack(self._kv.layers[layer], piece.block_ids, packed)
+
+    def _pieces(self, transfer: Transfer) -> Iterator["Piece"]:
+        for start in range(0, len(transfer.blocks), STAGED_BLOCKS):
+            block_ids, cells = zip(*transfer.blocks[start : start + STAGED_BLOCKS], strict=True)
+            yield Piece(to_device(block_ids, torch.int64, self._device), list(runs(cells)))
 
     def _state_parts(self, index: int, cell: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes of a snapshot's tensors, and where they lie in the slab."""
@@ -127,9 +133,6 @@ class TierCopier:
         for part in self._snapshots.parts(index):
             yield part.reshape(-1).view(torch.uint8), self._states[cell][start : start + part.nbytes]
             start += part.nbytes
-
-    def _ids(self, blocks: Sequence[tuple[int, int]]) -> torch.Tensor:
-        return to_device([block_id for block_id, _ in blocks], torch.int64, self._device)
 
     def _beside(self) -> "torch.cuda.StreamContext":
         """On the copies' own stream, after all that was launched so far."""
@@ -144,6 +147,18 @@ class TierCopier:
         for event in events:
             torch.cuda.current_stream(self._device).wait_event(event)
         events.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """As many blocks of a transfer as are staged at once.
+
+    block_ids  [blocks] int64, on the device
+    runs       where they lie in the slab: (place of the first, its cell, how many)
+    """
+
+    block_ids: torch.Tensor
+    runs: list[tuple[int, int, int]]
 
 
 class LayersInTurn(Sequence[PagedKV | CodedKV]):
@@ -199,11 +214,6 @@ def _tensors(layer: PagedKV | CodedKV) -> list[torch.Tensor]:
     if isinstance(layer, PagedKV):
         return [layer.keys, layer.values]
     return [layer.keys, layer.values, layer.key_scales, layer.value_scales]
-
-
-def _pieces(blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    for start in range(0, len(blocks), STAGED_BLOCKS):
-        yield blocks[start : start + STAGED_BLOCKS]
 
 
 def _waiting(event: torch.cuda.Event | None) -> Callable[[], None]:

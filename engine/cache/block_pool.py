@@ -34,10 +34,9 @@ class BlockPool:
     def num_unpromised(self) -> int:
         return self.num_free - self._num_promised
 
-    @property
-    def can_take(self) -> bool:
-        """Whether a block is free at once, without dropping a kept one."""
-        return bool(self._free)
+    def can_take(self, count: int) -> bool:
+        """Whether so many blocks are free at once, without dropping kept ones."""
+        return count <= len(self._free)
 
     @property
     def is_idle(self) -> bool:
@@ -56,21 +55,23 @@ class BlockPool:
         self._num_promised += count
         return True
 
-    def take(self) -> int:
-        """The id of one free block, out of what was promised."""
-        assert self._num_promised > 0, "take without a reservation"
-        block_id = self._free.pop()
-        self._num_promised -= 1
-        self._holders[block_id] = 1
-        return block_id
+    def take(self, count: int) -> list[int]:
+        """The ids of free blocks, out of what was promised."""
+        assert count <= self._num_promised, "take without a reservation"
+        assert self.can_take(count), "take of what is not free"
+        taken = [self._free.pop() for _ in range(count)]
+        self._num_promised -= count
+        self._holders.update(dict.fromkeys(taken, 1))
+        return taken
 
-    def share(self, block_id: int) -> None:
+    def share(self, block_ids: Iterable[int]) -> None:
         """One holder more of a held block, or in place of a promise the first one of a kept block."""
-        if block_id in self._kept:
-            self._kept.remove(block_id)
-        else:
-            assert block_id in self._holders, "a free block has nothing to share"
-        self._holders[block_id] += 1
+        for block_id in block_ids:
+            if block_id in self._kept:
+                self._kept.remove(block_id)
+            else:
+                assert block_id in self._holders, "a free block has nothing to share"
+            self._holders[block_id] += 1
 
     def release(self, block_ids: Iterable[int], num_promised: int, kept: Container[int] = ()) -> None:
         """Ends one holder's claim on these blocks and what is left of its reservation.

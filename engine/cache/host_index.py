@@ -314,6 +314,15 @@ class HostIndex:
         self._prune(entry)
 
 
+def line(state: HostState) -> list[HostBlock]:
+    """The blocks that a state stands upon, from the text's beginning."""
+    blocks, block = [], state.block
+    while block is not None:
+        blocks.append(block)
+        block = block.parent
+    return blocks[::-1]
+
+
 def record_of(entry: Entry) -> Record:
     block = entry.block if isinstance(entry, HostState) else entry
     parent = block.parent.block_hash if block.parent else bytes(len(block.block_hash))

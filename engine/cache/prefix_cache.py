@@ -191,10 +191,7 @@ class PrefixCache:
         """The hashes of a prompt's blocks, computed once: two prompts of one tenant are alike as far as these are."""
         if path.hashes is None:
             limit = (len(token_ids) - 1) // BLOCK_SIZE
-            packed, hashes = pack(token_ids), [path.root]
-            for start in range(0, limit * BLOCK_BYTES, BLOCK_BYTES):
-                hashes.append(hash_block(hashes[-1], packed[start : start + BLOCK_BYTES]))
-            path.hashes = tuple(hashes[1:])
+            path.hashes = tuple(hash_blocks(path.root, pack(token_ids[: limit * BLOCK_SIZE])))
         return path.hashes
 
     def adopt(self, path: CachedPath, hit: Hit) -> int | None:
@@ -205,8 +202,7 @@ class PrefixCache:
         self.counts["num_prefix_queries"] += 1
         self.counts["num_cached_tokens"] += hit.depth
         path.nodes = hit.nodes
-        for node in path.nodes:
-            self._pool.share(node.block_id)
+        self._pool.share(node.block_id for node in path.nodes)
         self._pool.release((), len(path.nodes))
         if hit.standing is None or hit.brought is not None:
             return None
@@ -236,11 +232,11 @@ class PrefixCache:
         self._leave_behind(snapshot)
         return snapshot.index
 
-    def take(self) -> int:
-        """A block out of what was promised, winning one back where none is free."""
-        while not self._pool.can_take:
+    def take(self, count: int) -> list[int]:
+        """Blocks out of what was promised, winning some back where not as many are free."""
+        while not self._pool.can_take(count):
             self._evict([snapshot for snapshot in self._snapshots if self._frees_a_block(snapshot)])
-        return self._pool.take()
+        return self._pool.take(count)
 
     def extend(self, path: CachedPath, token_ids: Sequence[int], num_final: int, block_ids: Sequence[int]) -> None:
         """Addresses the request's next whole blocks.
@@ -331,7 +327,7 @@ class PrefixCache:
             self._replace(node, block_id)
         else:
             # another running request computed the same: what stands on it must outlive that request
-            self._pool.share(node.block_id)
+            self._pool.share((node.block_id,))
             path.extra_ids.append(node.block_id)
         return node
 
@@ -416,6 +412,13 @@ def pack(token_ids: Sequence[int]) -> bytes:
 def hash_block(above: bytes, packed: bytes) -> bytes:
     """Of a block's tokens and everything before it; both parts have a fixed length, so no two texts meet in one."""
     return blake2b(above + packed, digest_size=DIGEST_BYTES).digest()
+
+
+def hash_blocks(above: bytes, packed: bytes) -> Iterator[bytes]:
+    """Of each block of a text."""
+    for start in range(0, len(packed), BLOCK_BYTES):
+        above = hash_block(above, packed[start : start + BLOCK_BYTES])
+        yield above
 
 
 def hash_root(key: bytes, salt: str) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from config.engine import BLOCK_SIZE
 from engine.cache.disk_tier import DiskTier
-from engine.cache.host_index import Entry, HostBlock, HostIndex, record_of
+from engine.cache.host_index import Entry, HostBlock, HostIndex, line, record_of
 from engine.cache.host_slab import HostSlab
 
 # a prompt waits no longer for what lies on disk
@@ -161,10 +161,7 @@ class Tiers:
     def is_ready(self, found: Found) -> bool:
         """Whether it lies in host memory, whole and looked at."""
         state = self._index.state(found.hashes[-1])
-        blocks = (self._index.block(block_hash) for block_hash in found.hashes)
-        return (
-            state is not None and state.status == "ready" and all(b is not None and b.status == "ready" for b in blocks)
-        )
+        return state is not None and state.status == "ready" and all(block.status == "ready" for block in line(state))
 
     def fetch(self, found: Found) -> bool:
         """Begins to bring it there, unless that is under way. False when the slab has no room for it."""
@@ -188,8 +185,9 @@ class Tiers:
         num_at_hand  leading blocks that need not be copied; block_ids are those of the others
         """
         state = self._index.state(found.hashes[-1])
-        blocks = [self._held(block_hash) for block_hash in found.hashes[num_at_hand:]]
         assert state is not None
+        blocks = line(state)[num_at_hand:]
+        assert all(block.status == "ready" for block in blocks), "what is brought back is not there"
         self._index.use(state)
         self.counts["num_host_tokens"] += len(blocks) * BLOCK_SIZE
         entries = (*blocks, state)
@@ -258,11 +256,6 @@ class Tiers:
     @property
     def _workers(self) -> list[Worker]:
         return [self._host_worker, *([self._disk_worker] if self._disk_worker is not None else [])]
-
-    def _held(self, block_hash: bytes) -> HostBlock:
-        block = self._index.block(block_hash)
-        assert block is not None and block.status == "ready", "what is brought back is not there"
-        return block
 
     def _has_state(self, block_hash: bytes) -> bool:
         on_disk = self._disk is not None and self._disk.has(True, block_hash)

@@ -2,8 +2,10 @@
 
     python tests/bench/returns.py --model DIR --prompt-tokens 90000 --host-cache-bytes 16GiB --disk-cache-dir DIR
 
-Other conversations come in between, so many that the device holds none but the last; then the engine process is killed,
-and then the whole service is started anew. Prints JSON: seconds from submission to the first token, and tokens reused.
+It grows as an agent's does: every turn brings back everything before it, its answer too, and something new. First at
+once, then with other conversations of the same length in between, then after the engine process was killed, and then in
+a service started anew. Whether the device still holds it decides `--kv-cache-tokens`. Prints JSON: seconds from
+submission to the first token, and tokens that were reused, brought back and computed.
 """
 
 import asyncio
@@ -35,8 +37,10 @@ class ReturnsConfig(Section):
 
     prompt_tokens: int = Field(default=2048, ge=64)
     new_tokens: int = Field(default=64, ge=1)
+    answer_tokens: int = Field(default=200, ge=2)
     others: int = Field(default=5, ge=0)
     repeats: int = Field(default=3, ge=1)
+    kills: bool = True
     out: Path | None = None
 
 
@@ -55,18 +59,19 @@ class Returns:
         client = EngineClient(self._engine)
         await client.start()
         try:
-            self._conversation = self._text(client, self._config.prompt_tokens)
+            self._conversation = self._text(client, self._config.prompt_tokens - self._config.new_tokens)
             self.report |= about(self._engine, client) | self._config.model_dump(mode="json") | {"rows": []}
             await self._ask(client, self._text(client, 64))
             await self._row(client, "new")
             for _ in range(self._config.repeats):
-                await self._row(client, "device")
+                await self._row(client, "at once")
             for _ in range(self._config.repeats):
                 await self._others(client)
-                await self._row(client, "host")
-            await asyncio.sleep(SETTLE_S)
-            await self._kill(client)
-            await self._row(client, "host, of a killed engine")
+                await self._row(client, "after others")
+            if self._config.kills:
+                await asyncio.sleep(SETTLE_S)
+                await self._kill(client)
+                await self._row(client, "of a killed engine")
         finally:
             await client.close()
         if self._engine.disk_cache_dir is not None:
@@ -77,17 +82,24 @@ class Returns:
         await client.start()
         try:
             await self._ask(client, self._text(client, 64))
-            await self._row(client, "disk, of an earlier service")
+            await self._row(client, "of an earlier service")
         finally:
             await client.close()
 
-    async def _row(self, client: EngineClient, found: str) -> None:
+    async def _row(self, client: EngineClient, when: str) -> None:
         """The conversation comes back with something new."""
-        before = client.stats
+        before = client.stats.num_host_tokens
         prompt = self._conversation + self._text(client, self._config.new_tokens)
-        seconds, cached = await self._ask(client, prompt)
-        brought = client.stats.num_host_tokens - before.num_host_tokens
-        row = {"found": found, "ttft_s": round(seconds, 4), "cached_tokens": cached, "brought_back": brought}
+        seconds, cached, answer = await self._ask(client, prompt, self._config.answer_tokens)
+        self._conversation = prompt + answer
+        row = {
+            "when": when,
+            "ttft_s": round(seconds, 4),
+            "prompt_tokens": len(prompt),
+            "cached_tokens": cached,
+            "brought_back": client.stats.num_host_tokens - before,
+            "computed": len(prompt) - cached,
+        }
         self.report["rows"].append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
         keep(self.report, self._config.out)
@@ -96,17 +108,18 @@ class Returns:
         for _ in range(self._config.others):
             await self._ask(client, self._text(client, self._config.prompt_tokens))
 
-    async def _ask(self, client: EngineClient, prompt: list[int]) -> tuple[float, int]:
-        """Seconds to the first token, and tokens that were not computed."""
+    async def _ask(self, client: EngineClient, prompt: list[int], max_tokens: int = 2) -> tuple[float, int, list[int]]:
+        """Seconds to the first token, tokens that were not computed, and the answer."""
         self._num_requests += 1
         name = str(self._num_requests)
         began = time.monotonic()
-        await client.submit(Request(name, tuple(prompt), SamplingParams(max_tokens=2, temperature=0.0)))
-        first_s, cached = 0.0, 0
+        await client.submit(Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+        first_s, cached, answer = 0.0, 0, []
         async for event in client.stream(name):
             first_s = first_s or time.monotonic() - began
             cached = event.num_cached_tokens
-        return first_s, cached
+            answer += event.token_ids
+        return first_s, cached, answer
 
     async def _kill(self, client: EngineClient) -> None:
         killed = client.pid

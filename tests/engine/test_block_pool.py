@@ -18,7 +18,7 @@ def test_reservation_is_all_or_nothing():
 def test_taken_blocks_are_distinct_and_come_back():
     pool = BlockPool(3)
     assert pool.reserve(3)
-    ids = [pool.take() for _ in range(3)]
+    ids = pool.take(3)
     assert sorted(ids) == [0, 1, 2]
     assert pool.num_free == 0
     pool.release(ids, 0)
@@ -28,13 +28,13 @@ def test_taken_blocks_are_distinct_and_come_back():
 
 def test_take_without_reservation_fails():
     with pytest.raises(AssertionError, match="reservation"):
-        BlockPool(1).take()
+        BlockPool(1).take(1)
 
 
 def test_double_release_fails():
     pool = BlockPool(1)
     assert pool.reserve(1)
-    block_id = pool.take()
+    (block_id,) = pool.take(1)
     pool.release([block_id], 0)
     with pytest.raises(KeyError):
         pool.release([block_id], 0)
@@ -60,7 +60,7 @@ class Owners(RuleBasedStateMachine):
     def take(self, data):
         index = data.draw(st.sampled_from([i for i, (_, left) in enumerate(self.owners) if left]))
         blocks, left = self.owners[index]
-        self.owners[index] = ([*blocks, self.pool.take()], left - 1)
+        self.owners[index] = ([*blocks, *self.pool.take(1)], left - 1)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())

@@ -32,7 +32,7 @@ class Writer:
 
     def compute(self, num_tokens):
         while len(self.blocks) * BLOCK < num_tokens:
-            self.blocks.append(self.cache.take())
+            self.blocks += self.cache.take(1)
             self.promised -= 1
         self.done = num_tokens
         self.cache.extend(self.path, self.text, num_tokens, self.blocks)
