@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import math
 import signal
@@ -57,6 +58,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     failures: list[Exception] = []
 
     def announce(model: ServedModel) -> None:
+        keep_loaded()
         print(banner(model, address(listener), config), flush=True)
 
     def give_up(error: Exception) -> None:
@@ -86,6 +88,12 @@ class DrainingServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+
+
+def keep_loaded() -> None:
+    """What was loaded stays: a collection that walks through it holds up every stream for as long as it takes."""
+    gc.collect()
+    gc.freeze()
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:

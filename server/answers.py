@@ -193,10 +193,10 @@ class ItemContent(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """An item of type message, reasoning or function_call, with the fields of its type."""
+    """An item of type message, reasoning, function_call or custom_tool_call, with the fields of its type."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[list[ItemContent]]
@@ -205,6 +205,7 @@ class OutputItem(TypedDict):
     name: NotRequired[str]
     namespace: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
 
 
 class ResponseObject(TypedDict):

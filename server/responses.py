@@ -23,7 +23,16 @@ from server.prompt import Prompt
 from server.protocol import ChatMessage, FunctionCall, ToolCall, to_json
 from server.reasoning import Reasoning
 from server.response_store import KeptResponse, ResponseStore
-from server.responses_protocol import FunctionNames, ResponsesRequest, function_names, function_tools, input_messages
+from server.responses_protocol import (
+    INPUT,
+    OFFERED,
+    FunctionNames,
+    ResponsesRequest,
+    function_choice,
+    function_names,
+    function_tools,
+    input_messages,
+)
 from server.sampling import OutputLimit, check_ranges, sampling_for
 from server.serving import Serving
 from server.sse import EventStream, named, unless_disconnected
@@ -97,7 +106,7 @@ class Responses:
         )
         rules = TextRules(
             token_bytes=model.files.vocabulary.token_bytes,
-            tools=ToolSchemas(plan.functions) if plan.functions else None,
+            tools=ToolSchemas(plan.functions, plan.names.freeform) if plan.functions else None,
             is_parallel=body.parallel_tool_calls is not False,
         )
         limit = OutputLimit(body.max_output_tokens, model.default_max_tokens, "max_output_tokens", "input")
@@ -159,7 +168,7 @@ def _plan(body: ResponsesRequest, earlier: Sequence[ChatMessage], tenant: str) -
     _check_form(body)
     names = function_names(body.tools)
     messages = [*earlier, *input_messages(body.input, names)]
-    tools, choice = declared_tools(function_tools(body.tools, names)), tool_choice(body.tool_choice)
+    tools, choice = declared_tools(function_tools(body.tools, names)), tool_choice(function_choice(body.tool_choice))
     functions = callable_functions(tools, choice)
     schema = response_schema(body.text.format if body.text else None, "text.format")
     is_parallel = body.parallel_tool_calls is not False
@@ -265,9 +274,9 @@ class ResponseWriter:
                     turn.reasoning_content += "".join(part["text"] for part in item["content"])
                 case "message":
                     turn.content += "".join(part["text"] for part in item["content"])
-                case "function_call":
+                case "function_call" | "custom_tool_call":
                     name = self.plan.names.of_call(item.get("namespace"), item["name"])
-                    call = FunctionCall(name, item["arguments"])
+                    call = FunctionCall(name, item["arguments"] if "arguments" in item else {INPUT: item["input"]})
                     turn.tool_calls.append(ToolCall(call, id=item["call_id"]))
         return turn
 
@@ -281,10 +290,11 @@ class ResponseWriter:
                 yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
             case CallStart(_, call_id, name):
                 yield from self._close("completed")
-                named_by = self.plan.names.called(name)
-                yield from self._ensure("function_call", {"call_id": call_id, **named_by, "arguments": ""})
+                names = self.plan.names
+                kind = "custom_tool_call" if name in names.freeform else "function_call"
+                yield from self._ensure(kind, {"call_id": call_id, **names.called(name), CALL_FIELDS[kind][0]: ""})
             case CallArguments(_, text):
-                yield self._delta("response.function_call_arguments.delta", text)
+                yield self._delta(f"response.{CALL_FIELDS[self._items[-1]['type']][1]}.delta", text)
             case CallEnd():
                 yield from self._close("completed")
 
@@ -311,8 +321,10 @@ class ResponseWriter:
             yield self._place(f"response.{part['type']}.done", **where, content_index=0, text=text, **more)
             yield self._place("response.content_part.done", **where, content_index=0, part=part)
         else:
-            item["arguments"] = text
-            yield self._place("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
+            field, event = CALL_FIELDS[kind]
+            item[field] = text
+            name = {"name": item["name"]} if kind == "function_call" else {}
+            yield self._place(f"response.{event}.done", **where, **name, **{field: text})
         item["status"] = status
         yield self._place("response.output_item.done", item=dict(item))
 
@@ -324,12 +336,17 @@ class ResponseWriter:
         return self.numbers.write(kind, {"output_index": len(self._items) - 1, **fields})
 
 
-ITEM_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+ITEM_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+# the field of what is called with, and the events that bring it
+CALL_FIELDS = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
 
 
 def _content(kind: str, text: str) -> dict[str, Any] | None:
     """The one part of an item; None for calls, which have none."""
-    if kind == "function_call":
+    if kind in CALL_FIELDS:
         return None
     return {"type": "reasoning_text", "text": text} if kind == "reasoning" else _output_text(text)
 
@@ -368,7 +385,7 @@ def _response_body(plan: ResponsePlan, response_id: str, model: str, created: in
 
 def _declared(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     functions = [{"strict": False, **tool} if tool.get("type") == "function" else tool for tool in tools or ()]
-    return [tool for tool in functions if tool.get("type") in ("function", "namespace")]
+    return [tool for tool in functions if tool.get("type") in OFFERED | {"namespace"}]
 
 
 def _usage(answer: Answer) -> ResponseUsage:

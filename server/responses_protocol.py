@@ -62,10 +62,12 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 class FunctionNames:
     """Functions may stand in namespaces; the model knows each by one name.
 
-    shown   (namespace, name) -> what the model calls it: its name, behind the namespace's where several have that name
+    shown     (namespace, name) -> what the model calls it: its name, behind the namespace's where several have it
+    freeform  of `shown`, those whose input is one text: tools of type custom
     """
 
     shown: Mapping[tuple[str | None, str], str]
+    freeform: frozenset[str] = frozenset()
 
     def of_call(self, namespace: str | None, name: str) -> str:
         """For calls in the history too, whose tool may not be declared any more."""
@@ -77,7 +79,10 @@ class FunctionNames:
         return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 
 
+OFFERED = frozenset({"function", "custom"})
 CALLS = frozenset({"function_call", "custom_tool_call"})
+# the one parameter of a tool of type custom, as the model knows it
+INPUT = "input"
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
 
@@ -100,7 +105,7 @@ def _add(messages: list[ChatMessage], item: Item, where: str, names: FunctionNam
     if kind == "message":
         _add_message(messages, item, where)
     elif kind in CALLS:
-        arguments = item.arguments if kind == "function_call" else {"input": item.input or ""}
+        arguments = item.arguments if kind == "function_call" else {INPUT: item.input or ""}
         name = names.of_call(item.namespace, _named(item.name, f"{where}.name"))
         _assistant(messages).tool_calls.append(ToolCall(FunctionCall(name, arguments), id=item.call_id))
     elif kind in OUTPUTS:
@@ -154,9 +159,9 @@ def function_names(tools: Sequence[dict[str, Any]] | None) -> FunctionNames:
     """What is no usable name is left for the check of the declarations."""
     found = [(space, tool["name"]) for space, tool in _functions(tools) if isinstance(tool.get("name"), str)]
     times = Counter(name for _, name in found)
-    return FunctionNames(
-        {(space, name): name if space is None or times[name] == 1 else f"{space}__{name}" for space, name in found}
-    )
+    shown = {(space, name): name if space is None or times[name] == 1 else f"{space}__{name}" for space, name in found}
+    custom = (shown.get((space, tool.get("name"))) for space, tool in _functions(tools) if tool["type"] == "custom")
+    return FunctionNames(shown, frozenset(name for name in custom if name is not None))
 
 
 def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames) -> list[dict[str, Any]]:
@@ -166,22 +171,41 @@ def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames)
             "type": "function",
             "function": {
                 "name": names.of_call(space, name) if isinstance(name := tool.get("name"), str) else name,
-                "description": tool.get("description") or "",
-                "parameters": tool.get("parameters"),
+                **(_freeform(tool) if tool["type"] == "custom" else _with_parameters(tool)),
             },
         }
         for space, tool in _functions(tools)
     ]
 
 
+def _with_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": tool.get("description") or "", "parameters": tool.get("parameters")}
+
+
+def _freeform(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A text is one string parameter. Its grammar is told to the model, and not enforced."""
+    description, form = tool.get("description") or "", tool.get("format")
+    if isinstance(form, dict) and isinstance(definition := form.get("definition"), str):
+        description += f"\n\nThe {INPUT} follows this {form.get('syntax', 'lark')} grammar:\n{definition}"
+    schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {"description": description, "parameters": schema}
+
+
+def function_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    """A choice of a tool of type custom names a function of the model."""
+    if isinstance(choice, Mapping) and choice.get("type") == "custom":
+        return {**choice, "type": "function"}
+    return choice
+
+
 def _functions(tools: Sequence[dict[str, Any]] | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """Each with its namespace. raises BadRequestError"""
     for index, tool in enumerate(tools or ()):
-        if tool.get("type") == "function":
+        if tool.get("type") in OFFERED:
             yield None, tool
         elif tool.get("type") == "namespace":
             where = f"tools[{index}]"
             space, members = tool.get("name"), tool.get("tools")
             if not isinstance(space, str) or not isinstance(members, list):
                 raise BadRequestError(f"{where}: a namespace has a name and a list of tools.", param=where)
-            yield from ((space, each) for each in members if isinstance(each, dict) and each.get("type") == "function")
+            yield from ((space, each) for each in members if isinstance(each, dict) and each.get("type") in OFFERED)

@@ -45,7 +45,7 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """A part of the arguments; the parts of one call make up one JSON object."""
+    """A part of the arguments; the parts of one call make up one JSON object, or the text of a free-form tool."""
 
     index: int
     text: str
@@ -155,6 +155,7 @@ class ToolCallParser:
         self._num_parameters = 0
         self._types: frozenset[str] = frozenset()
         self._is_text = True
+        self._is_freeform = False
         self._raw: list[str] = []
         self.num_calls = 0
 
@@ -165,7 +166,8 @@ class ToolCallParser:
                 self._last_char = text[-1]
                 return [Content(text)]
             if self._read == self._read_value and self._is_text and text[-1] != "\n":
-                return [CallArguments(self._index, encode_basestring(text)[1:-1])]
+                written = self._written(text)
+                return [CallArguments(self._index, written)] if written else []
         self._buffer += text
         return self._drain(is_final=False)
 
@@ -249,6 +251,8 @@ class ToolCallParser:
         name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
         if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
             return None
+        if self._tools.is_freeform(name):
+            return name, next((value for value in arguments.values() if isinstance(value, str)), "")
         return name, json.dumps(arguments, ensure_ascii=False)
 
     def _is_cut_json_call(self) -> bool:
@@ -265,7 +269,7 @@ class ToolCallParser:
 
     def _emit_whole_call(self, name: str, arguments: str) -> None:
         self._start_call(name)
-        self._events.append(CallArguments(self._index, arguments))
+        self._emit_text(arguments)
         self._events.append(CallEnd(self._index))
         self._read = self._read_after_function
 
@@ -343,13 +347,14 @@ class ToolCallParser:
 
     def _start_call(self, name: str) -> None:
         self._index, self._name, self._num_parameters = self.num_calls, name, 0
+        self._is_freeform = self._tools.is_freeform(name)
         self.num_calls += 1
         self._events.append(CallStart(self._index, f"call_{secrets.token_hex(12)}", name))
         self._read = self._read_function
 
     def _start_value(self, name: str) -> None:
         self._types = self._tools.types(self._name, name)
-        self._is_text = "string" in self._types
+        self._is_text = self._is_freeform or "string" in self._types
         self._raw = []
         prefix = ", " if self._num_parameters else "{"
         self._num_parameters += 1
@@ -358,9 +363,15 @@ class ToolCallParser:
 
     def _take_value(self, text: str) -> None:
         if self._is_text:
-            self._emit_arguments(encode_basestring(text)[1:-1])
+            self._emit_text(self._written(text))
         else:
             self._raw.append(text)
+
+    def _written(self, text: str) -> str:
+        """A part of a text as a part of the arguments. The input of a free-form tool is its first parameter."""
+        if self._is_freeform:
+            return text if self._num_parameters == 1 else ""
+        return encode_basestring(text)[1:-1]
 
     def _end_value(self, is_cut: bool) -> None:
         if not self._is_text:
@@ -388,6 +399,11 @@ class ToolCallParser:
             self._skip(end)
 
     def _emit_arguments(self, text: str) -> None:
+        """What is of the JSON object, and of no value."""
+        if not self._is_freeform:
+            self._emit_text(text)
+
+    def _emit_text(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(self._index, text))
 

@@ -4,7 +4,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from server.errors import BadRequestError
@@ -22,11 +22,16 @@ LOOSE_NUMBER = re.compile(r"[+-]?[0-9]{1,400}(\.[0-9]{0,400})?([eE][+-]?[0-9]{1,
 class ToolSchemas:
     """Types of parameters by tool name.
 
-    tools   function objects of the request: ``{"name": …, "parameters": JSON schema}``
+    tools     function objects of the request: ``{"name": …, "parameters": JSON schema}``
+    freeform  names of those whose input is one text, and no object of parameters
     """
 
-    def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Iterable[Mapping[str, Any]], freeform: Collection[str] = ()) -> None:
         self._parameters = {tool["name"]: tool.get("parameters") or {} for tool in tools}
+        self._freeform = frozenset(freeform)
+
+    def is_freeform(self, name: str) -> bool:
+        return name in self._freeform
 
     def __contains__(self, name: object) -> bool:
         return name in self._parameters

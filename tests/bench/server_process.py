@@ -14,7 +14,7 @@ import server.responses
 import server.sse
 from config import EngineConfig, ServerConfig
 from engine import EngineClient
-from server.__main__ import DrainingServer, listen, run, uvicorn_config
+from server.__main__ import DrainingServer, keep_loaded, listen, run, uvicorn_config
 from server.app import build_app
 from server.auth import AccessControl
 from server.metrics import EngineCollector, ServerMetrics
@@ -56,7 +56,7 @@ def main(port: int, writer: str) -> None:
     engine = EngineClient(engine_config, module="tests.bench.server_engine")
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, NAME))
-    serving = Serving(config, engine, NAME, ServerMetrics(registry, NAME))
+    serving = Serving(config, engine, NAME, ServerMetrics(registry, NAME), on_ready=lambda model: keep_loaded())
     app = build_app(serving, AccessControl(config, None))
     run(DrainingServer(uvicorn_config(app, config), serving), listen(config.host, port))
 

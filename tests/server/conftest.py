@@ -44,12 +44,21 @@ def files(checkpoint) -> TextFiles:
     return load_once(checkpoint)
 
 
+# what an agent's own patch format has of all that JSON and markup would change
+PATCH = """*** Begin Patch
+*** Update File: a.py
+-    if x: return "\\n" </parameter>
++    日本 \u2028 {"a": 1}
+*** End
+"""
 SCRIPT = [
     {"when": "call the tool", "output": "why\n</think>\n\nI'll check.\n" + call(path="/srv/a", line="12")},
     {"when": "call twice", "output": "</think>" + call("get_time") + "\n" + call("get_time")},
     {"when": "call in characters", "output": "</think>" + call(path="/srv/日本", old="a\n b"), "chunk": "char"},
     {"when": "cut the call", "output": "</think>" + call(old="one two three four five six seven eight nine ten")},
     {"when": "long call", "output": "</think>" + call(new="some line of text\n" * 200), "token_ms": 1},
+    {"when": "write the patch", "output": "why</think>\n\nSo.\n" + call("apply_patch", input=PATCH), "chunk": 3},
+    {"when": "cut the patch", "output": "</think>" + call("apply_patch", input=PATCH * 9)},
     {"when": "only think", "output": "thinking and thinking and thinking"},
     {"when": "stop here", "output": "</think>\n\nThe quick brown fox jumps"},
     {"when": "emoji", "output": "</think>\n\n🧑‍🚀 日本 a\u2028b\u2029c\x85d"},

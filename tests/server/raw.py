@@ -33,6 +33,8 @@ TOOLS = [
     },
     {"name": "get_time"},
 ]
+# its input is one text
+FREEFORM = {"name": "patch", "parameters": {"type": "object", "properties": {"input": {"type": "string"}}}}
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Read:
 
 def rules(**options) -> TextRules:
     names = options.pop("tools", None)
-    tools = ToolSchemas(names) if names else None
+    tools = ToolSchemas(names, [FREEFORM["name"]]) if names else None
     return TextRules(**{"token_bytes": lambda token_id: bytes([token_id]), "tools": tools, **options})
 
 

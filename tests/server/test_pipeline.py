@@ -4,7 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.server.raw import TOOLS, call, read, read_tokens, rules
+from tests.server.raw import FREEFORM, TOOLS, call, read, read_tokens, rules
+
+ALL_TOOLS = [*TOOLS, FREEFORM]
 
 GOLDEN = {
     "plain": "Hello, world",
@@ -26,6 +28,9 @@ GOLDEN = {
     "stop inside": "a STOP b</think>one STOP two",
     "half opening": "</think>text <tool_call>\n<function=ed",
     "tag soup": "</think><<tool_call><tool_call>\n<function=edit>\n<parameter=old>\n<<</parameter></function></tool_ca",
+    "free text": "</think>" + call("patch", input='*** Begin\n-a "b" \\n\n+日本 </parameter> \u2028\n'),
+    "free text twice": call("patch", wrong="<a>\n", input="ignored") + call("get_time") + call("patch"),
+    "free text in json": '<tool_call>{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}</tool_call>',
     "opened by output": "<think>\ninner\n</think>\n\nouter",
 }
 STOPS = [(), ("STOP",), ("own fox", "OP t", "\n\n")]
@@ -40,7 +45,12 @@ def cuttings(length: int):
 def test_every_cut_reads_the_same(name, reason):
     raw = GOLDEN[name].encode()
     for stops in STOPS:
-        options = {"tools": TOOLS, "stops": stops, "reason": reason, "starts_in_thought": name != "opened by output"}
+        options = {
+            "tools": ALL_TOOLS,
+            "stops": stops,
+            "reason": reason,
+            "starts_in_thought": name != "opened by output",
+        }
         whole = read(raw, (), **options)
         assert read(raw, range(len(raw)), **options) == whole
         for cut in range(1, len(raw), 1 if not stops else 5):
@@ -59,6 +69,7 @@ def test_random_outputs_read_the_same(data):
                     "<tool_call>",
                     "</tool_call>",
                     "<function=edit>",
+                    "<function=patch>",
                     "<function=nope>",
                     "<function=",
                 ),
@@ -85,7 +96,7 @@ def test_random_outputs_read_the_same(data):
     at = data.draw(st.integers(0, len(raw)))
     raw = raw[:at] + data.draw(st.sampled_from([b"", b"\xff", b"\xe6\x97", b"\xf0\x9f"])) + raw[at:]
     options = {
-        "tools": data.draw(st.sampled_from([TOOLS, None])),
+        "tools": data.draw(st.sampled_from([ALL_TOOLS, None])),
         "stops": data.draw(st.sampled_from(STOPS)),
         "reason": data.draw(st.sampled_from(["stop", "length"])),
         "starts_in_thought": data.draw(st.booleans()),
@@ -107,12 +118,22 @@ def test_string_values_come_through_byte_for_byte(value, cuts):
         assert result.content == ""
 
 
+@settings(max_examples=60, deadline=None)
+@given(value=st.text(max_size=60), cuts=cuttings(400))
+def test_free_text_comes_through_byte_for_byte(value, cuts):
+    result = read("</think>" + call("patch", input=value), cuts, tools=ALL_TOOLS, starts_in_thought=True)
+    if "</" not in value:
+        assert result.calls == [("patch", value)]
+
+
 def test_the_real_vocabulary_reads_the_same(files, checkpoint):
     """Control tags once as single ids, once as ordinary pieces."""
     from server.tokens import TextEncoder
 
     encoder = TextEncoder(files.vocabulary)
-    text_rules = rules(token_bytes=files.vocabulary.token_bytes, tools=TOOLS, starts_in_thought=True, stops=("STOP",))
+    text_rules = rules(
+        token_bytes=files.vocabulary.token_bytes, tools=ALL_TOOLS, starts_in_thought=True, stops=("STOP",)
+    )
     for raw in GOLDEN.values():
         as_ids = encoder.encode_text(raw, 100_000, allows_control=True)
         as_text = encoder.encode_text(raw, 100_000)

@@ -10,12 +10,20 @@ from server.errors import NotFoundError
 from server.protocol import ChatMessage, parse
 from server.response_store import KeptResponse, ResponseStore
 from server.responses_protocol import ResponsesRequest, function_names, function_tools, input_messages
+from tests.server.conftest import PATCH
 from tests.server.live import NAME
 from tests.server.raw import TOOLS as FUNCTIONS
 from tests.server.test_errors import refusal
 
 PATH = "/v1/responses"
 TOOLS = [{"type": "function", **tool} for tool in FUNCTIONS]
+
+CUSTOM = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}
 
 
 def ask(text: str, **fields) -> dict:
@@ -53,6 +61,8 @@ ASKED = [
     ("cut the call", {"tools": TOOLS, "max_output_tokens": 20}),
     ("only think", {"max_output_tokens": 3}),
     ("emoji", {}),
+    ("write the patch", {"tools": [CUSTOM]}),
+    ("cut the patch", {"tools": [CUSTOM], "max_output_tokens": 30}),
 ]
 
 
@@ -75,7 +85,8 @@ def test_deltas_join_to_what_their_items_hold(live, text, fields):
             made[event["output_index"]] = made.get(event["output_index"], "") + event["delta"]
         elif event["type"] == "response.output_item.done":
             item = event["item"]
-            held = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            called = [item[field] for field in ("arguments", "input") if field in item]
+            held = called[0] if called else item["content"][0]["text"]
             assert made[event["output_index"]] == held
 
 
@@ -202,6 +213,57 @@ def test_tools_that_a_server_would_run_are_skipped(live):
     assert [item["type"] for item in answer["output"]] == ["function_call", "function_call"]
 
 
+def test_free_text_is_called_with_as_it_is(live):
+    """Byte for byte, in events of its own."""
+    tools = [{"type": "web_search"}, CUSTOM, *TOOLS]
+    events = streamed(live, "write the patch", tools=tools)
+    item = events[-1]["response"]["output"][-1]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
+    assert "arguments" not in item and item["id"].startswith("ctc_")
+    about = [
+        event for event in events if event.get("item_id") == item["id"] or event.get("item", {}).get("id") == item["id"]
+    ]
+    kinds = [event["type"].removeprefix("response.") for event in about]
+    assert kinds[0] == "output_item.added" and about[0]["item"]["input"] == ""
+    assert set(kinds[1:-2]) == {"custom_tool_call_input.delta"} and len(kinds) > 5
+    assert kinds[-2:] == ["custom_tool_call_input.done", "output_item.done"]
+    assert "".join(event["delta"] for event in about[1:-2]) == about[-2]["input"] == PATCH
+    assert [tool["type"] for tool in events[-1]["response"]["tools"]] == ["custom", "function", "function"]
+
+
+def test_free_text_that_the_limit_cut_stays_as_far_as_it_came(live):
+    answer = whole(live, "cut the patch", tools=[CUSTOM], max_output_tokens=30)
+    assert answer["status"] == answer["output"][-1]["status"] == "incomplete"
+    assert 0 < len(answer["output"][-1]["input"]) < len(PATCH)
+    assert PATCH.startswith(answer["output"][-1]["input"])
+
+
+def test_free_text_goes_on_in_a_conversation(live):
+    first = whole(live, "write the patch", tools=[CUSTOM])
+    call = first["output"][-1]
+    done = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "hi"}
+    kept = whole(live, "", tools=[CUSTOM], previous_response_id=first["id"], input=[done])
+    said = {"role": "user", "content": "write the patch"}
+    sent = whole(live, "", tools=[CUSTOM], input=[said, *first["output"], done])
+    assert kept["usage"]["input_tokens"] == sent["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+
+
+def test_a_choice_may_name_a_tool_of_free_text(live):
+    chosen = {"type": "custom", "name": "apply_patch"}
+    answer = whole(live, "write the patch", tools=[CUSTOM], tool_choice=chosen)
+    assert answer["output"][-1]["type"] == "custom_tool_call"
+    assert refusal(live.post(ask("x", tools=TOOLS, tool_choice=chosen), PATH))["param"] == "tool_choice"
+    nameless = {"type": "custom", "format": {"type": "text"}}
+    assert refusal(live.post(ask("x", tools=[nameless]), PATH))["param"] == "tools[0].function.name"
+
+
+def test_a_grammar_is_told_to_the_model():
+    (tool,) = function_tools([CUSTOM], function_names([CUSTOM]))
+    assert tool["function"]["description"].startswith("Edits files.\n")
+    assert CUSTOM["format"]["definition"] in tool["function"]["description"]
+    assert tool["function"]["parameters"]["required"] == ["input"]
+
+
 def in_namespace(name: str, *tools: dict) -> dict:
     members = [*tools, {"type": "custom", "name": "x"}]
     return {"type": "namespace", "name": name, "description": "grouped", "tools": members}
@@ -225,7 +287,8 @@ def test_equal_names_in_namespaces_are_told_apart():
     both = [in_namespace("near", TOOLS[1]), in_namespace("far", TOOLS[1]), *TOOLS]
     names = function_names(both)
     shown = [tool["function"]["name"] for tool in function_tools(both, names)]
-    assert shown == ["near__get_time", "far__get_time", "edit", "get_time"]
+    assert shown == ["near__get_time", "near__x", "far__get_time", "far__x", "edit", "get_time"]
+    assert names.freeform == {"near__x", "far__x"}
     assert names.called("far__get_time") == {"name": "get_time", "namespace": "far"}
     assert names.called("get_time") == {"name": "get_time"}
     call = {"type": "function_call", "call_id": "c", "namespace": "far", "name": "get_time", "arguments": "{}"}
