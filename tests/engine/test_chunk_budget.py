@@ -65,3 +65,15 @@ def test_a_step_has_whole_blocks_and_at_least_one(observed):
         for has_decodes in (False, True):
             tokens = budget.num_tokens(has_decodes)
             assert BLOCK_SIZE <= tokens <= 8192 and tokens % BLOCK_SIZE == 0
+
+
+def test_a_long_prompt_after_short_ones_is_not_cut_small():
+    """What was timed before there were requests counts: not a ramp of doubled steps from the first short prompt on."""
+    budget = ChunkBudget(8192, 0.1)
+    for size in (64, 1024, 8192):
+        budget.observe(size, False, 0.02 + 2e-5 * size)
+    assert budget.num_tokens(True) == 2048
+    for _ in range(5):
+        budget.observe(64, False, 0.045)
+    assert budget.num_tokens(False) >= 2048
+    assert ChunkBudget(8192, 0.1).num_tokens(True) < 2048
