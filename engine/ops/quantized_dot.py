@@ -34,10 +34,14 @@ def is_interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def launch_options(device: torch.device, num_warps: int) -> dict[str, object]:
+def launch_options(device: torch.device, num_warps: int, registers: int | None = None) -> dict[str, object]:
+    """registers  of a thread at most. Told of a number, the assembler also uses it: it begins all loads that stand
+    side by side at once, where it would otherwise wait for some before it begins others
+    """
     if is_interpreted():
         return {}
-    return {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": has_dependent_launch(device)}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": has_dependent_launch(device)}
+    return options if registers is None else options | {"maxnreg": registers}
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -108,57 +112,88 @@ def dot_bytes(a, b, c, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def load_words(words_ptr, tile_groups, mask, BITS: tl.constexpr):
-    """The 16 rows of a group for each of tile_groups [S, 1]: BITS / 2 tensors [S, 64]."""
-    at = words_ptr + tile_groups.to(tl.int64) * (32 * BITS) + tl.arange(0, 64)[None, :]
-    words = ()
-    for plane in tl.static_range(BITS // 2):
-        words = words + (tl.load(at + 64 * plane, mask=mask, other=0),)
-    return words
+def words_at(words_ptr, tile_groups, BITS: tl.constexpr):
+    """Where the 16 rows of the groups tile_groups [S] of a tiled matrix begin: [S, 64]"""
+    return words_ptr + tile_groups.to(tl.int64)[:, None] * (32 * BITS) + tl.arange(0, 64)[None, :]
 
 
 @triton.jit
-def load_scales(scales_ptr, tile_groups, mask):
-    """[S, 16] fp32"""
-    at = scales_ptr + tile_groups.to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+def scales_at(scales_ptr, tile_groups):
+    """[S, 16]"""
+    return scales_ptr + tile_groups.to(tl.int64)[:, None] * 16 + tl.arange(0, 16)[None, :]
 
 
 @triton.jit
-def dot_words(words, x_ptr, groups, mask, INTERPRETED: tl.constexpr, BITS: tl.constexpr):
-    """Sums over the bytes of a group, times the activations of groups [S, 1]: [S, 16] int32.
+def activations_at(x_ptr, groups):
+    """Of the groups [S] of a row of int8, as int32 words, what each of the 64 words of load_words meets: [S, 64]"""
+    return x_ptr + (groups * 16)[:, None] + (tl.arange(0, 64) % 4)[None, :]
 
-    x_ptr  one row of int8 activations, as int32 words. 4-bit codes count eight too much each
-    """
-    at = x_ptr + groups * 16 + (tl.arange(0, 64) % 4)[None, :]
-    acc = tl.zeros_like(words[0])
+
+@triton.jit
+def load_where(at, mask, EVEN: tl.constexpr):
+    """EVEN: mask is true throughout"""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def load_weights(words_at, scales_at, mask, BITS: tl.constexpr, EVEN: tl.constexpr):
+    """The 16 rows of a group for each [S] of mask: fp16 scales [S, 16] and BITS / 2 tensors of words [S, 64]."""
+    weights = (load_where(scales_at, mask[:, None], EVEN),)
     for plane in tl.static_range(BITS // 2):
-        w = words[plane]
+        weights = weights + (load_where(words_at + 64 * plane, mask[:, None], EVEN),)
+    return weights
+
+
+@triton.jit
+def load_activations(x_at, x_scales_at, mask, EVEN: tl.constexpr):
+    """A group of a row for each [S] of mask: scales [S] and four tensors of words [S, 64], alike for every output."""
+    x = (load_where(x_scales_at, mask, EVEN),)
+    for part in tl.static_range(4):
+        x = x + (load_where(x_at + 4 * part, mask[:, None], EVEN),)
+    return x
+
+
+@triton.jit
+def signed_high(words, INTERPRETED: tl.constexpr):
+    """Of every byte 16 times the code in its high half, which is stored plus 8."""
+    if INTERPRETED:
+        return (words & -252645136) ^ -2139062144
+    else:
+        # as one instruction: the compiler would make two
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def dot_words(weights, x, INTERPRETED: tl.constexpr, BITS: tl.constexpr):
+    """Sums over a group: [S, 16] int32"""
+    acc = tl.zeros_like(weights[1])
+    for plane in tl.static_range(BITS // 2):
+        words = weights[1 + plane]
         if BITS == 4:
-            low = tl.load(at + 8 * plane, mask=mask, other=0)
-            high = tl.load(at + (8 * plane + 4), mask=mask, other=0)
-            acc = dot_bytes(w & 0x0F0F0F0F, low, acc, INTERPRETED)
-            acc = dot_bytes((w >> 4) & 0x0F0F0F0F, high, acc, INTERPRETED)
+            acc = dot_bytes(signed_high(words << 4, INTERPRETED), x[1 + 2 * plane], acc, INTERPRETED)
+            acc = dot_bytes(signed_high(words, INTERPRETED), x[2 + 2 * plane], acc, INTERPRETED)
         else:
-            acc = dot_bytes(w, tl.load(at + 4 * plane, mask=mask, other=0), acc, INTERPRETED)
-    return tl.sum(tl.reshape(acc, [acc.shape[0], 16, 4]), axis=2)
+            acc = dot_bytes(words, x[1 + plane], acc, INTERPRETED)
+    sums = tl.sum(tl.reshape(acc, [acc.shape[0], 16, 4]), axis=2)
+    # exact: every term was 16 times what it stands for
+    return sums >> 4 if BITS == 4 else sums
 
 
 @triton.jit
-def add_group(
-    acc, words, scales, x_ptr, x_scales_ptr, x_sums_ptr, group, mask, factor,
-    INTERPRETED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """acc [S, 16] plus the product of one group [S] of every segment.
+def add_group(acc, weights, x, factor, INTERPRETED: tl.constexpr, BITS: tl.constexpr):
+    """acc [S, 16] plus the product of one group of every segment.
 
-    x_ptr, x_scales_ptr, x_sums_ptr  of one row of activations, the first as int32 words
-    factor                           [S] that its scales are multiplied by
+    weights, x  of load_weights and load_activations
+    factor      [S] or a number that the scales of x are multiplied by
     """
-    sums = dot_words(words, x_ptr, group[:, None], mask[:, None], INTERPRETED, BITS)
-    if BITS == 4:
-        sums -= 8 * tl.load(x_sums_ptr + group, mask=mask, other=0)[:, None]
-    x_scales = tl.load(x_scales_ptr + group, mask=mask, other=0.0) * factor
-    return multiply_add(sums.to(tl.float32), scales * x_scales[:, None], acc, INTERPRETED)
+    sums = dot_words(weights, x, INTERPRETED, BITS)
+    x_scales = x[0] * factor
+    return multiply_add(sums.to(tl.float32), weights[0].to(tl.float32) * x_scales[:, None], acc, INTERPRETED)
 
 
 @triton.jit

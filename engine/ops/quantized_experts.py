@@ -11,6 +11,7 @@ import triton.language as tl
 
 from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
 from engine.ops.quantized_dot import (
+    activations_at,
     add_group,
     add_groups_reference,
     ahead,
@@ -21,10 +22,12 @@ from engine.ops.quantized_dot import (
     has_dependent_launch,
     is_interpreted,
     launch_options,
-    load_scales,
-    load_words,
+    load_activations,
+    load_weights,
     num_iterations,
     num_segments,
+    scales_at,
+    words_at,
 )
 from engine.ops.quantized_linear import quantized_linear_reference
 from engine.ops.quantized_weight import GROUP, QuantizedWeight, unpack
@@ -33,6 +36,7 @@ from engine.ops.route import choose, choose_at, chosen_at, route
 _REFERENCE_ROWS = 32
 # one program works on 128 rows of a matrix
 _SWIGLU_WARPS = 16
+_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +141,12 @@ def quantized_experts_triton(
     segments = num_segments(num_chosen * groups)
     y = torch.empty(rows, experts.down.rows, dtype=dtype, device=logits.device)
     experts_down_kernel[(experts.down.words.shape[-5], rows)](
-        inner.values.view(torch.int32), inner.scales, inner.sums, logits,
+        inner.values.view(torch.int32), inner.scales, logits,
         experts.down.words, experts.down.scales, experts.shared_down.words, experts.shared_down.scales,
         y if residual is None else residual, y, experts.down.rows, groups, logits.shape[1] - 1,
         CHOSEN=num_chosen, BITS=experts.down.bits, SHARED_BITS=experts.shared_down.bits, SEGMENTS=segments,
         ITERATIONS=num_iterations(num_chosen * groups, segments), SHARED_ITERATIONS=num_iterations(groups, segments),
+        EVEN=num_chosen * groups % segments == 0, SHARED_EVEN=groups % segments == 0,
         HAS_RESIDUAL=residual is not None, **_choice_options(logits, segments // 2),
     )  # fmt: skip
     return y
@@ -157,12 +162,13 @@ def experts_swiglu_triton(
     places = len(logits) * (num_chosen + 1)
     inner = empty_rows(places, experts.width, logits.device)
     experts_swiglu_kernel[(experts.width // GROUP, places)](
-        x.values.view(torch.int32), x.scales, x.sums, logits,
+        x.values.view(torch.int32), x.scales, logits,
         experts.gate_up.words, experts.gate_up.scales, experts.shared_gate_up.words, experts.shared_gate_up.scales,
         inner.values, inner.scales, inner.sums, experts.width // GROUP, groups, logits.shape[1] - 1,
         CHOSEN=num_chosen, BITS=experts.gate_up.bits, SHARED_BITS=experts.shared_gate_up.bits, SEGMENTS=segments,
         ITERATIONS=iterations, AHEAD=ahead(iterations, 8 // experts.gate_up.bits),
-        SHARED_AHEAD=ahead(iterations, 8 // experts.shared_gate_up.bits), **_choice_options(logits, _SWIGLU_WARPS),
+        SHARED_AHEAD=ahead(iterations, 8 // experts.shared_gate_up.bits), EVEN=groups % segments == 0,
+        **_choice_options(logits, _SWIGLU_WARPS),
     )  # fmt: skip
     return inner
 
@@ -172,17 +178,17 @@ def _choice_options(logits: torch.Tensor, num_warps: int) -> dict[str, object]:
         "BLOCK": 32 * triton.cdiv(logits.shape[1] - 1, 32),
         "PDL": has_dependent_launch(logits.device),
         "INTERPRETED": is_interpreted(),
-        **launch_options(logits.device, num_warps),
+        **launch_options(logits.device, num_warps, _REGISTERS),
     }
 
 
 @triton.jit
 def experts_swiglu_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr, shared_scales_ptr,
+    x_ptr, x_scales_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr, shared_scales_ptr,
     values_ptr, value_scales_ptr, value_sums_ptr, width_groups, groups, experts,
     CHOSEN: tl.constexpr, BITS: tl.constexpr, SHARED_BITS: tl.constexpr, SEGMENTS: tl.constexpr,
-    ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, SHARED_AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, SHARED_AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = tl.program_id(1)
@@ -190,12 +196,11 @@ def experts_swiglu_kernel(
     slot = place % (CHOSEN + 1)
     x_ptr += row * groups * 16
     x_scales_ptr += row * groups
-    x_sums_ptr += row * groups
     if slot == CHOSEN:
         # these weights are read before the activations are there
         inner = swiglu_block(
-            x_ptr, x_scales_ptr, x_sums_ptr, shared_words_ptr, shared_scales_ptr, 0, block, width_groups, groups,
-            SHARED_BITS, SEGMENTS, ITERATIONS, SHARED_AHEAD, PDL, INTERPRETED,
+            x_ptr, x_scales_ptr, shared_words_ptr, shared_scales_ptr, 0, block, width_groups, groups,
+            SHARED_BITS, SEGMENTS, ITERATIONS, SHARED_AHEAD, EVEN, PDL, INTERPRETED,
         )  # fmt: skip
     else:
         if PDL:
@@ -204,82 +209,91 @@ def experts_swiglu_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         expert = choose_at(logits_ptr + row * (experts + 1), experts, slot, BLOCK)
         inner = swiglu_block(
-            x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
-            BITS, SEGMENTS, ITERATIONS, AHEAD, False, INTERPRETED,
+            x_ptr, x_scales_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
+            BITS, SEGMENTS, ITERATIONS, AHEAD, EVEN, False, INTERPRETED,
         )  # fmt: skip
     store_rounded(inner[None, :], values_ptr, value_scales_ptr, value_sums_ptr, place, block, width_groups, 1)
 
 
 @triton.jit
 def swiglu_block(
-    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
-    BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, WAIT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x_ptr, x_scales_ptr, words_ptr, scales_ptr, expert, block, width_groups, groups,
+    BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    WAIT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of 64 rows, which are four tiles side by side: [64]"""
     lane = tl.arange(0, 4 * SEGMENTS)
-    gate_tile = (expert * 2 * width_groups + block) * 4 + lane // SEGMENTS
-    up_tile = gate_tile + 4 * width_groups
     segment = lane % SEGMENTS
-    weights = ()
-    for i in tl.static_range(AHEAD):
-        group = segment + i * SEGMENTS
-        weights = weights + (load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS),)
+    gate_group = ((expert * 2 * width_groups + block) * 4 + lane // SEGMENTS) * groups + segment
+    up_group = gate_group + 4 * width_groups * groups
+    at = (
+        words_at(words_ptr, gate_group, BITS), scales_at(scales_ptr, gate_group),
+        words_at(words_ptr, up_group, BITS), scales_at(scales_ptr, up_group),
+    )  # fmt: skip
+    x_at = activations_at(x_ptr, segment)
+    x_scales_at = x_scales_ptr + segment
+    weights = load_pairs(at, segment, groups, BITS, SEGMENTS, AHEAD, EVEN)
     if WAIT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    words: tl.constexpr = AHEAD * SEGMENTS * 32 * BITS
+    scales: tl.constexpr = AHEAD * SEGMENTS * 16
     gate = tl.zeros([4 * SEGMENTS, 16], tl.float32)
     up = tl.zeros([4 * SEGMENTS, 16], tl.float32)
     if ITERATIONS == AHEAD:
-        for i in tl.static_range(AHEAD):
-            gate, up = add_pair(
-                gate, up, weights[i], x_ptr, x_scales_ptr, x_sums_ptr, segment + i * SEGMENTS, groups, BITS, INTERPRETED
-            )
+        gate, up = add_pairs(
+            gate, up, weights, x_at, x_scales_at, segment, groups, BITS, SEGMENTS, AHEAD, EVEN, INTERPRETED
+        )
     else:
         for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
-            next_weights = ()
-            for i in tl.static_range(AHEAD):
-                group = segment + (start + i) * SEGMENTS
-                gate, up = add_pair(
-                    gate, up, weights[i], x_ptr, x_scales_ptr, x_sums_ptr, group, groups, BITS, INTERPRETED
-                )
-                group += AHEAD * SEGMENTS
-                next_weights = next_weights + (
-                    load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS),
-                )
-            weights = next_weights
+            left = groups - start * SEGMENTS
+            gate, up = add_pairs(
+                gate, up, weights, x_at, x_scales_at, segment, left, BITS, SEGMENTS, AHEAD,
+                EVEN and ITERATIONS % AHEAD == 0, INTERPRETED,
+            )  # fmt: skip
+            at = (at[0] + words, at[1] + scales, at[2] + words, at[3] + scales)
+            x_at += AHEAD * SEGMENTS * 16
+            x_scales_at += AHEAD * SEGMENTS
+            weights = load_pairs(at, segment, left - AHEAD * SEGMENTS, BITS, SEGMENTS, AHEAD, False)
     folded = fold_tiles(gate, 4, SEGMENTS)
     return folded * tl.sigmoid(folded) * fold_tiles(up, 4, SEGMENTS)
 
 
 @triton.jit
-def load_pair(words_ptr, scales_ptr, gate_tile, up_tile, group, groups, BITS: tl.constexpr):
-    mask = (group < groups)[:, None]
-    gate = (gate_tile * groups + group)[:, None]
-    up = (up_tile * groups + group)[:, None]
-    return (
-        load_words(words_ptr, gate, mask, BITS), load_scales(scales_ptr, gate, mask),
-        load_words(words_ptr, up, mask, BITS), load_scales(scales_ptr, up, mask),
-    )  # fmt: skip
+def load_pairs(at, segment, left, BITS: tl.constexpr, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr):
+    """Weights of gate and up of the next AHEAD groups of every segment, of which `left` are there."""
+    words: tl.constexpr = SEGMENTS * 32 * BITS
+    scales: tl.constexpr = SEGMENTS * 16
+    pairs = ()
+    for i in tl.static_range(AHEAD):
+        mask = segment + i * SEGMENTS < left
+        gate = load_weights(at[0] + i * words, at[1] + i * scales, mask, BITS, EVEN)
+        pairs = pairs + ((gate, load_weights(at[2] + i * words, at[3] + i * scales, mask, BITS, EVEN)),)
+    return pairs
 
 
 @triton.jit
-def add_pair(
-    gate, up, weights, x_ptr, x_scales_ptr, x_sums_ptr, group, groups, BITS: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    mask = group < groups
-    gate = add_group(gate, weights[0], weights[1], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0, INTERPRETED, BITS)
-    up = add_group(up, weights[2], weights[3], x_ptr, x_scales_ptr, x_sums_ptr, group, mask, 1.0, INTERPRETED, BITS)
+def add_pairs(
+    gate, up, pairs, x_at, x_scales_at, segment, left,
+    BITS: tl.constexpr, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    x = ()
+    for i in tl.static_range(AHEAD):
+        mask = segment + i * SEGMENTS < left
+        x = x + (load_activations(x_at + i * (SEGMENTS * 16), x_scales_at + i * SEGMENTS, mask, EVEN),)
+    for i in tl.static_range(AHEAD):
+        gate = add_group(gate, pairs[i][0], x[i], 1.0, INTERPRETED, BITS)
+        up = add_group(up, pairs[i][1], x[i], 1.0, INTERPRETED, BITS)
     return gate, up
 
 
 @triton.jit
 def experts_down_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr,
+    x_ptr, x_scales_ptr, logits_ptr, words_ptr, scales_ptr, shared_words_ptr,
     shared_scales_ptr, residual_ptr, y_ptr, outputs, groups, experts,
     CHOSEN: tl.constexpr, BITS: tl.constexpr, SHARED_BITS: tl.constexpr, SEGMENTS: tl.constexpr,
-    ITERATIONS: tl.constexpr, SHARED_ITERATIONS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    ITERATIONS: tl.constexpr, SHARED_ITERATIONS: tl.constexpr, EVEN: tl.constexpr, SHARED_EVEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # only experts_swiglu_kernel stands before this one, and the logits were there before that began
@@ -288,56 +302,57 @@ def experts_down_kernel(
     row = tl.program_id(1)
     segment = tl.arange(0, SEGMENTS)
     tiles = tl.num_programs(0)
-    words = ()
-    scales = ()
+    shared = ()
     for i in tl.static_range(SHARED_ITERATIONS):
-        group = (segment + i * SEGMENTS)[:, None]
-        words = words + (load_words(shared_words_ptr, tile * groups + group, group < groups, SHARED_BITS),)
-        scales = scales + (load_scales(shared_scales_ptr, tile * groups + group, group < groups),)
+        group = segment + i * SEGMENTS
+        words = words_at(shared_words_ptr, tile * groups + group, SHARED_BITS)
+        scales = scales_at(shared_scales_ptr, tile * groups + group)
+        shared = shared + (load_weights(words, scales, group < groups, SHARED_BITS, SHARED_EVEN),)
     logits_ptr += row * (experts + 1)
     chosen = choose(logits_ptr, experts, CHOSEN, BLOCK)
     # the groups of a row's experts stand one after the other, as if they were of one long row
+    weights = ()
     for i in tl.static_range(ITERATIONS):
         at = segment + i * SEGMENTS
-        mask = (at < CHOSEN * groups)[:, None]
         expert = chosen_at(chosen, at // groups, CHOSEN)
-        tile_group = ((expert * tiles + tile) * groups + at % groups)[:, None]
-        words = words + (load_words(words_ptr, tile_group, mask, BITS),)
-        scales = scales + (load_scales(scales_ptr, tile_group, mask),)
+        tile_group = (expert * tiles + tile) * groups + at % groups
+        words = words_at(words_ptr, tile_group, BITS)
+        mask = at < CHOSEN * groups
+        weights = weights + (load_weights(words, scales_at(scales_ptr, tile_group), mask, BITS, EVEN),)
     top = tl.load(logits_ptr + chosen[0], cache_modifier=".cg")
     total = tl.exp(top - top)
     for j in tl.static_range(1, CHOSEN):
         total += tl.exp(tl.load(logits_ptr + chosen[j], cache_modifier=".cg") - top)
-    weights = ()
+    shares = ()
     for i in tl.static_range(ITERATIONS):
         expert = chosen_at(chosen, (segment + i * SEGMENTS) // groups, CHOSEN)
         share = tl.exp(tl.load(logits_ptr + expert, cache_modifier=".cg") - top)
-        weights = weights + (tl.div_rn(share, tl.zeros_like(share) + total),)
-    shared_weight = tl.sigmoid(tl.load(logits_ptr + experts, cache_modifier=".cg"))
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+        shares = shares + (tl.div_rn(share, tl.zeros_like(share) + total),)
+    shared_share = tl.sigmoid(tl.load(logits_ptr + experts, cache_modifier=".cg"))
     place = row * (CHOSEN + 1) * groups
-    x_ptr += place * 16
-    x_scales_ptr += place
-    x_sums_ptr += place
+    x_at = activations_at(x_ptr + place * 16, segment)
+    x_scales_at = x_scales_ptr + place + segment
     column = tile * 16 + tl.arange(0, 16)
     y_at = row.to(tl.int64) * outputs + column
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + y_at, mask=column < outputs, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + y_at, mask=column < outputs, other=0.0)
+    x = ()
+    for i in tl.static_range(ITERATIONS):
+        mask = segment + i * SEGMENTS < CHOSEN * groups
+        x = x + (load_activations(x_at + i * (SEGMENTS * 16), x_scales_at + i * SEGMENTS, mask, EVEN),)
+    x_at += CHOSEN * groups * 16
+    x_scales_at += CHOSEN * groups
+    for i in tl.static_range(SHARED_ITERATIONS):
+        mask = segment + i * SEGMENTS < groups
+        x = x + (load_activations(x_at + i * (SEGMENTS * 16), x_scales_at + i * SEGMENTS, mask, SHARED_EVEN),)
     acc = tl.zeros([SEGMENTS, 16], tl.float32)
     for i in tl.static_range(ITERATIONS):
-        at = segment + i * SEGMENTS
-        acc = add_group(
-            acc, words[SHARED_ITERATIONS + i], scales[SHARED_ITERATIONS + i], x_ptr, x_scales_ptr, x_sums_ptr, at,
-            at < CHOSEN * groups, weights[i], INTERPRETED, BITS,
-        )  # fmt: skip
+        acc = add_group(acc, weights[i], x[i], shares[i], INTERPRETED, BITS)
     for i in tl.static_range(SHARED_ITERATIONS):
-        group = segment + i * SEGMENTS
-        acc = add_group(
-            acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, CHOSEN * groups + group, group < groups,
-            shared_weight, INTERPRETED, SHARED_BITS,
-        )  # fmt: skip
+        acc = add_group(acc, shared[i], x[ITERATIONS + i], shared_share, INTERPRETED, SHARED_BITS)
     y = fold(acc, SEGMENTS, 16)
     if HAS_RESIDUAL:
-        y += residual
+        y += residual.to(tl.float32)
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=column < outputs)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from engine.ops.quantize_rows import QuantizedRows
 from engine.ops.quantized_dot import (
+    activations_at,
     add_group,
     add_groups_reference,
     ahead,
@@ -19,10 +20,12 @@ from engine.ops.quantized_dot import (
     has_dependent_launch,
     is_interpreted,
     launch_options,
-    load_scales,
-    load_words,
+    load_activations,
+    load_weights,
     num_iterations,
     num_segments,
+    scales_at,
+    words_at,
 )
 from engine.ops.quantized_linear_rows import linear_rows_triton
 from engine.ops.quantized_weight import QuantizedWeight, unpack
@@ -97,138 +100,181 @@ def _launch_few_rows(
     segments: int,
 ) -> None:
     first, last = weights[0], weights[-1]
-    groups = groups_of(first.columns)
+    constants = constants_of(len(y), weights, segments)
+    programs = sum(triton.cdiv(weight.words.shape[0], constants["TILES"]) for weight in weights)
+    linear_few_rows_kernel[(programs, triton.cdiv(len(y), constants["ROWS"]))](
+        x.values.view(torch.int32), x.scales, first.words, first.scales, last.words, last.scales,
+        y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups_of(first.columns),
+        first.words.shape[0], last.words.shape[0], HAS_RESIDUAL=residual is not None,
+        PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(), **constants,
+        **launch_options(y.device, segments // 2, registers_of(constants)),
+    )  # fmt: skip
+
+
+def constants_of(rows: int, weights: Sequence[QuantizedWeight], segments: int) -> dict[str, int | bool]:
+    groups = groups_of(weights[0].columns)
     iterations = num_iterations(groups, segments)
-    tiles = sum(weight.words.shape[0] for weight in weights)
-    num_rows = min(_FEW_ROWS, len(y))
+    num_rows = min(_FEW_ROWS, rows)
     # code grows with rows and iterations: with more rows fewer are taken at a time
     most = 24 if num_rows == 1 else 16
-    linear_few_rows_kernel[(tiles, triton.cdiv(len(y), num_rows))](
-        x.values.view(torch.int32), x.scales, x.sums, first.words, first.scales, last.words, last.scales,
-        y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups, first.words.shape[0],
-        ROWS=num_rows, BITS=first.bits, LAST_BITS=last.bits, IS_PAIR=len(weights) == 2, SEGMENTS=segments,
-        ITERATIONS=iterations, AHEAD=ahead(iterations, most // first.bits),
-        LAST_AHEAD=ahead(iterations, most // last.bits), HAS_RESIDUAL=residual is not None,
-        PDL=has_dependent_launch(y.device), INTERPRETED=is_interpreted(),
-        **launch_options(y.device, segments // 2),
-    )  # fmt: skip
+    return {
+        "ROWS": num_rows,
+        # a program of two tiles reads its activations once; of many segments a tile keeps a program busy alone
+        "TILES": 2 if segments == 8 else 1,
+        "BITS": weights[0].bits,
+        "LAST_BITS": weights[-1].bits,
+        "IS_PAIR": len(weights) == 2,
+        "SEGMENTS": segments,
+        "ITERATIONS": iterations,
+        "AHEAD": ahead(iterations, most // weights[0].bits),
+        "LAST_AHEAD": ahead(iterations, most // weights[-1].bits),
+        "EVEN": groups % segments == 0,
+    }
+
+
+def registers_of(constants: dict[str, int | bool]) -> int:
+    return 128 if constants["TILES"] == 1 and constants["AHEAD"] == constants["ITERATIONS"] else 168
 
 
 @triton.jit
 def linear_few_rows_kernel(
-    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
-    rows, outputs, first_outputs, groups, first_tiles,
-    ROWS: tl.constexpr, BITS: tl.constexpr, LAST_BITS: tl.constexpr, IS_PAIR: tl.constexpr, SEGMENTS: tl.constexpr,
-    ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, LAST_AHEAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, x_scales_ptr, words_ptr, scales_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
+    rows, outputs, first_outputs, groups, first_tiles, last_tiles,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, LAST_BITS: tl.constexpr, IS_PAIR: tl.constexpr,
+    SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr, LAST_AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) * TILES
+    after_first = tl.cdiv(first_tiles, TILES) * TILES
     if IS_PAIR:
-        if tile >= first_tiles:
-            linear_tile(
-                x_ptr, x_scales_ptr, x_sums_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
-                rows, outputs, first_outputs, outputs - first_outputs, groups, tile - first_tiles,
-                ROWS, LAST_BITS, SEGMENTS, ITERATIONS, LAST_AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+        if tile >= after_first:
+            linear_tiles(
+                x_ptr, x_scales_ptr, last_words_ptr, last_scales_ptr, residual_ptr, y_ptr,
+                rows, outputs, first_outputs, outputs - first_outputs, groups, tile - after_first, last_tiles,
+                ROWS, TILES, LAST_BITS, SEGMENTS, ITERATIONS, LAST_AHEAD, EVEN, HAS_RESIDUAL, PDL, INTERPRETED,
             )  # fmt: skip
         else:
-            linear_tile(
-                x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
-                rows, outputs, 0, first_outputs, groups, tile,
-                ROWS, BITS, SEGMENTS, ITERATIONS, AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+            linear_tiles(
+                x_ptr, x_scales_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+                rows, outputs, 0, first_outputs, groups, tile, first_tiles,
+                ROWS, TILES, BITS, SEGMENTS, ITERATIONS, AHEAD, EVEN, HAS_RESIDUAL, PDL, INTERPRETED,
             )  # fmt: skip
     else:
-        linear_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
-            rows, outputs, 0, first_outputs, groups, tile,
-            ROWS, BITS, SEGMENTS, ITERATIONS, AHEAD, HAS_RESIDUAL, PDL, INTERPRETED,
+        linear_tiles(
+            x_ptr, x_scales_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+            rows, outputs, 0, first_outputs, groups, tile, first_tiles,
+            ROWS, TILES, BITS, SEGMENTS, ITERATIONS, AHEAD, EVEN, HAS_RESIDUAL, PDL, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
-def linear_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
-    rows, outputs, first_column, columns, groups, tile,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+def linear_tiles(
+    x_ptr, x_scales_ptr, words_ptr, scales_ptr, residual_ptr, y_ptr,
+    rows, outputs, first_column, columns, groups, tile, tiles,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, ITERATIONS: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a matrix whose outputs are the columns of y from first_column on."""
+    """TILES tiles of a matrix whose outputs are the columns of y from first_column on."""
+    segment = tl.arange(0, SEGMENTS)
+    at = ()
+    for j in tl.static_range(TILES):
+        # one beyond the last is read as the last, and not written
+        tile_group = tl.minimum(tile + j, tiles - 1) * groups + segment
+        at = at + ((words_at(words_ptr, tile_group, BITS), scales_at(scales_ptr, tile_group)),)
+    first = tl.program_id(1) * ROWS
+    x_at = ()
+    for r in tl.static_range(ROWS):
+        row = tl.minimum(first + r, rows - 1)
+        x_at = x_at + ((activations_at(x_ptr + row * groups * 16, segment), x_scales_ptr + row * groups + segment),)
     # as many weights as registers hold are read before the activations are there
-    words = ()
-    scales = ()
-    for i in tl.static_range(AHEAD):
-        words = words + (load_iteration(words_ptr, tile, i, groups, BITS, SEGMENTS),)
-        scales = scales + (load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS),)
+    weights = load_all_weights(at, groups, BITS, SEGMENTS, AHEAD, TILES, EVEN)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(1) * ROWS
-    column = tile * 16 + tl.arange(0, 16)
     acc = ()
     added = ()
-    for r in tl.static_range(ROWS):
+    for n in tl.static_range(ROWS * TILES):
         acc = acc + (tl.zeros([SEGMENTS, 16], tl.float32),)
         if HAS_RESIDUAL:
-            at = (first + r).to(tl.int64) * outputs + first_column + column
-            mask = column < tl.where(first + r < rows, columns, 0)
-            added = added + (tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32),)
+            y_at, mask = outputs_at(first + n // TILES, tile + n % TILES, rows, outputs, first_column, columns)
+            added = added + (tl.load(residual_ptr + y_at, mask=mask, other=0.0),)
     if ITERATIONS == AHEAD:
+        x = load_all_activations(x_at, groups, SEGMENTS, AHEAD, ROWS, EVEN)
         for i in tl.static_range(AHEAD):
-            acc = add_iteration(
-                acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, rows, first, i, groups,
-                ROWS, BITS, SEGMENTS, INTERPRETED,
-            )  # fmt: skip
+            acc = add_iteration(acc, weights[i], x[i], ROWS, TILES, BITS, INTERPRETED)
     else:
         for start in tl.range(0, ITERATIONS, AHEAD, num_stages=1):
-            next_words = ()
-            next_scales = ()
+            left = groups - start * SEGMENTS
+            x = load_all_activations(x_at, left, SEGMENTS, AHEAD, ROWS, EVEN and ITERATIONS % AHEAD == 0)
+            x_at = advance(x_at, AHEAD * SEGMENTS * 16, AHEAD * SEGMENTS, ROWS)
+            at = advance(at, AHEAD * SEGMENTS * 32 * BITS, AHEAD * SEGMENTS * 16, TILES)
             for i in tl.static_range(AHEAD):
-                acc = add_iteration(
-                    acc, words[i], scales[i], x_ptr, x_scales_ptr, x_sums_ptr, rows, first, start + i, groups,
-                    ROWS, BITS, SEGMENTS, INTERPRETED,
-                )  # fmt: skip
-                # groups beyond the last are masked
-                after = start + AHEAD + i
-                next_words = next_words + (load_iteration(words_ptr, tile, after, groups, BITS, SEGMENTS),)
-                next_scales = next_scales + (load_iteration_scales(scales_ptr, tile, after, groups, SEGMENTS),)
-            words = next_words
-            scales = next_scales
-    for r in tl.static_range(ROWS):
-        y = fold(acc[r], SEGMENTS, 16)
+                acc = add_iteration(acc, weights[i], x[i], ROWS, TILES, BITS, INTERPRETED)
+            # groups beyond the last are masked
+            weights = load_all_weights(at, left - AHEAD * SEGMENTS, BITS, SEGMENTS, AHEAD, TILES, False)
+    for n in tl.static_range(ROWS * TILES):
+        y = fold(acc[n], SEGMENTS, 16)
         if HAS_RESIDUAL:
-            y += added[r]
-        at = (first + r).to(tl.int64) * outputs + first_column + column
-        mask = column < tl.where(first + r < rows, columns, 0)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            y += added[n].to(tl.float32)
+        y_at, mask = outputs_at(first + n // TILES, tile + n % TILES, rows, outputs, first_column, columns)
+        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def outputs_at(row, tile, rows, outputs, first_column, columns):
+    column = tile * 16 + tl.arange(0, 16)
+    return row.to(tl.int64) * outputs + first_column + column, column < tl.where(row < rows, columns, 0)
+
+
+@triton.jit
+def advance(pairs, first: tl.constexpr, second: tl.constexpr, COUNT: tl.constexpr):
+    """Both pointers of each pair moved on."""
+    moved = ()
+    for i in tl.static_range(COUNT):
+        moved = moved + ((pairs[i][0] + first, pairs[i][1] + second),)
+    return moved
+
+
+@triton.jit
+def load_all_weights(
+    at, left, BITS: tl.constexpr, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr
+):
+    """The next AHEAD groups of every segment, of which `left` are there: by iteration, then by tile."""
+    weights = ()
+    for i in tl.static_range(AHEAD):
+        mask = tl.arange(0, SEGMENTS) + i * SEGMENTS < left
+        tiles = ()
+        for j in tl.static_range(TILES):
+            words = at[j][0] + i * (SEGMENTS * 32 * BITS)
+            tiles = tiles + (load_weights(words, at[j][1] + i * (SEGMENTS * 16), mask, BITS, EVEN),)
+        weights = weights + (tiles,)
+    return weights
+
+
+@triton.jit
+def load_all_activations(
+    x_at, left, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+):
+    """The same of the activations: by iteration, then by row."""
+    x = ()
+    for i in tl.static_range(AHEAD):
+        mask = tl.arange(0, SEGMENTS) + i * SEGMENTS < left
+        rows = ()
+        for r in tl.static_range(ROWS):
+            words = x_at[r][0] + i * (SEGMENTS * 16)
+            rows = rows + (load_activations(words, x_at[r][1] + i * SEGMENTS, mask, EVEN),)
+        x = x + (rows,)
+    return x
 
 
 @triton.jit
 def add_iteration(
-    acc, words, scales, x_ptr, x_scales_ptr, x_sums_ptr, rows, first, i, groups,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SEGMENTS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """acc, [SEGMENTS, 16] for each row, plus the i-th group of every segment."""
-    group = tl.arange(0, SEGMENTS) + i * SEGMENTS
+    acc, weights, x, ROWS: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """acc, [SEGMENTS, 16] for each row and tile, plus a group of every segment."""
     sums = ()
-    for r in tl.static_range(ROWS):
-        row = first + r
-        mask = group < tl.where(row < rows, groups, 0)
-        sums = sums + (
-            add_group(
-                acc[r], words, scales, x_ptr + row * groups * 16, x_scales_ptr + row * groups,
-                x_sums_ptr + row * groups, group, mask, 1.0, INTERPRETED, BITS,
-            ),
-        )  # fmt: skip
+    for n in tl.static_range(ROWS * TILES):
+        sums = sums + (add_group(acc[n], weights[n % TILES], x[n // TILES], 1.0, INTERPRETED, BITS),)
     return sums
-
-
-@triton.jit
-def load_iteration(words_ptr, tile, i, groups, BITS: tl.constexpr, SEGMENTS: tl.constexpr):
-    group = (tl.arange(0, SEGMENTS) + i * SEGMENTS)[:, None]
-    return load_words(words_ptr, tile * groups + group, group < groups, BITS)
-
-
-@triton.jit
-def load_iteration_scales(scales_ptr, tile, i, groups, SEGMENTS: tl.constexpr):
-    group = (tl.arange(0, SEGMENTS) + i * SEGMENTS)[:, None]
-    return load_scales(scales_ptr, tile * groups + group, group < groups)

@@ -16,6 +16,7 @@ from engine.ops.quantized_weight import QuantizedWeight
 
 # of a matrix instruction, whose other side are the 16 outputs of a tile
 _ROWS = 8
+REGISTERS = 168
 
 
 def linear_rows_triton(
@@ -36,7 +37,7 @@ def linear_rows_triton(
         x.values.view(torch.int32), x.scales, x.sums, first.words, first.scales, last.words, last.scales,
         y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups_of(first.columns),
         first.words.shape[0], **constants, HAS_RESIDUAL=residual is not None, PDL=has_dependent_launch(y.device),
-        **launch_options(y.device, segments // 2),
+        **launch_options(y.device, segments // 2, REGISTERS),
     )  # fmt: skip
 
 

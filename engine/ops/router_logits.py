@@ -51,7 +51,7 @@ def router_logits_triton(
     router_logits_kernel[(triton.cdiv(outputs, _OUTPUTS) + 1, rows)](
         x, norm_weight, router, rounded.values, rounded.scales, rounded.sums, logits, outputs, hidden, eps,
         OUTPUTS=_OUTPUTS, BLOCK=triton.next_power_of_2(groups_of(hidden)), PDL=has_dependent_launch(x.device),
-        **launch_options(x.device, 4),
+        **launch_options(x.device, 4, 128),
     )  # fmt: skip
     return rounded, logits
 

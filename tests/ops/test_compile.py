@@ -1,14 +1,16 @@
 """Every kernel over quantised weights compiles for every card, within its shared memory."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from engine.ops.quantize_rows import quantize_rms_norm_kernel, quantize_rows_kernel
 from engine.ops.quantized_dot import ahead, num_iterations, num_segments
 from engine.ops.quantized_experts import experts_down_kernel, experts_swiglu_kernel
-from engine.ops.quantized_linear import linear_few_rows_kernel
-from engine.ops.quantized_linear_rows import linear_rows_kernel
+from engine.ops.quantized_linear import constants_of as few_rows_constants
+from engine.ops.quantized_linear import linear_few_rows_kernel, registers_of
+from engine.ops.quantized_linear_rows import REGISTERS, linear_rows_kernel
 from engine.ops.router_logits import router_logits_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
@@ -18,8 +20,8 @@ pytestmark = [
     pytest.mark.parametrize("capability", SHARED_MEMORY),
 ]
 INTEGERS = {
-    "rows", "outputs", "first_outputs", "first_tiles", "first_column", "columns", "groups", "width", "width_groups",
-    "hidden", "experts", "x_stride", "other_stride",
+    "rows", "outputs", "first_outputs", "first_tiles", "last_tiles", "first_column", "columns", "groups", "width",
+    "width_groups", "hidden", "experts", "x_stride", "other_stride",
 }  # fmt: skip
 POINTERS = {
     "x_ptr": "*i32",
@@ -51,9 +53,9 @@ ROWS_POINTERS = {
 }
 
 
-def check(kernel, capability, pointers, constants, num_warps):
+def check(kernel, capability, pointers, constants, num_warps, **options):
     types = dict.fromkeys(INTEGERS, "i32") | {"eps": "fp32"} | pointers
-    made = compiled(kernel, capability, types, constants | {"PDL": capability >= 90}, num_warps)
+    made = compiled(kernel, capability, types, constants | {"PDL": capability >= 90}, num_warps, **options)
     assert made.metadata.shared <= SHARED_MEMORY[capability]
     assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
     return made.asm["ptx"]
@@ -77,16 +79,21 @@ def pair(bits, last_bits, columns, most):
 
 
 def check_few_rows(bits, last_bits, rows, columns, capability):
-    constants = pair(bits, last_bits, columns, 24 if rows == 1 else 16) | {"ROWS": rows}
-    ptx = check(linear_few_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
-    # one exchange between warps for each row and matrix, and none inside the loop
-    assert "dp4a" in ptx and ptx.count("bar.sync") < 2 * rows * (1 + (bits != last_bits))
+    weights = [SimpleNamespace(bits=b, columns=columns) for b in ((bits,) if bits == last_bits else (bits, last_bits))]
+    segments = num_segments(columns // 64)
+    constants = few_rows_constants(rows, weights, segments) | {"HAS_RESIDUAL": True, "INTERPRETED": False}
+    registers = registers_of(constants)
+    ptx = check(linear_few_rows_kernel, capability, POINTERS, constants, segments // 2, maxnreg=registers)
+    # one exchange between warps for each row and tile, and none inside the loop
+    assert "dp4a" in ptx and ptx.count("bar.sync") < 2 * rows * constants["TILES"] * len(weights)
 
 
 def check_rows(bits, last_bits, blocks, columns, capability):
     constants = pair(bits, last_bits, columns, 16 if blocks == 1 else 8) | {"BLOCKS": blocks}
     del constants["INTERPRETED"]
-    ptx = check(linear_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
+    ptx = check(
+        linear_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2, maxnreg=REGISTERS
+    )  # fmt: skip
     assert "mma.sync.aligned.m16n8k32.row.col" in ptx and ptx.count("bar.sync") < 5 * blocks * 2
 
 
@@ -113,8 +120,8 @@ def choice(shared_bits):
 
 def test_experts_swiglu(capability):
     slow(capability, taken=(90,))
-    constants = order(2048) | choice(8) | {"AHEAD": 2, "SHARED_AHEAD": 1}
-    ptx = check(experts_swiglu_kernel, capability, POINTERS, constants, 16)
+    constants = order(2048) | choice(8) | {"AHEAD": 2, "SHARED_AHEAD": 1, "EVEN": True}
+    ptx = check(experts_swiglu_kernel, capability, POINTERS, constants, 16, maxnreg=128)
     # each warp finds the expert for itself
     assert "redux.sync.max.s32" in ptx and ptx.count("bar.sync") < 16
 
@@ -122,12 +129,13 @@ def test_experts_swiglu(capability):
 def test_experts_down(capability):
     slow(capability, taken=(86,))
     constants = order(8 * 512) | choice(8) | {"SHARED_ITERATIONS": 1, "HAS_RESIDUAL": True}
-    check(experts_down_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2)
+    constants |= {"EVEN": True, "SHARED_EVEN": False}
+    check(experts_down_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2, maxnreg=128)
 
 
 def test_router_logits(capability):
     slow(capability)
-    check(router_logits_kernel, capability, ROWS_POINTERS, {"OUTPUTS": 4, "BLOCK": 32}, 4)
+    check(router_logits_kernel, capability, ROWS_POINTERS, {"OUTPUTS": 4, "BLOCK": 32}, 4, maxnreg=128)
 
 
 def test_quantize_rows(capability):
