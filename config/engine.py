@@ -71,7 +71,7 @@ class EngineConfig(Section):
     """Directory in which the prefix cache keeps copies of what it has in host memory; they outlive the service. Prompts
     and answers can be computed back from what lies there: treat it like them."""
 
-    disk_cache_bytes: ByteSize = ByteSize(64 * 2**30)
+    disk_cache_bytes: ByteSize = Field(default=ByteSize(64 * 2**30), ge=2**20)
     """Most that the files in `disk_cache_dir` take together; what was used longest ago goes."""
 
     deterministic: bool = False
@@ -94,6 +94,12 @@ class EngineConfig(Section):
 
     log_reuse: bool = True
     """One line per request says how much of its prompt was reused and why no more; never what it says."""
+
+    @model_validator(mode="after")
+    def _tiers_are_of_a_cache(self) -> Self:
+        if self.host_cache_bytes and not self.prefix_caching:
+            raise ValueError("host_cache_bytes is for what prefix_caching keeps, which is off")
+        return self
 
     @model_validator(mode="after")
     def _disk_goes_through_host_memory(self) -> Self:

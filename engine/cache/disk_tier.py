@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import struct
 import time
 from collections import Counter
@@ -61,6 +62,7 @@ class DiskTier:
         self._warned_s = -WARNING_GAP_S
         self.num_bytes = 0
         self.counts: Counter[str] = Counter()
+        self._prepare()
         self._scan()
 
     @property
@@ -92,7 +94,6 @@ class DiskTier:
         path = self._path((record.is_state, record.block_hash))
         aside = path.with_suffix(f"{path.suffix}.{os.getpid()}{ASIDE}")
         try:
-            # what is in there stands for prompts and answers
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write(aside, (self._header(record, sum(map(len, parts)), checksum), *parts))
             aside.replace(path)
@@ -122,7 +123,10 @@ class DiskTier:
         return True
 
     def _read(self, path: Path, record: Record, parts: Sequence[memoryview]) -> bool:
-        with path.open("rb", buffering=0) as file:
+        # a pipe under that name would be waited for, and a link may lead anywhere
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return False
             head = file.read(HEADER.size)
             if len(head) < HEADER.size:
                 return False
@@ -145,6 +149,16 @@ class DiskTier:
 
     def _path(self, name: Name) -> Path:
         return self._own / f"{name[1].hex()}{SUFFIXES[name[0]]}"
+
+    def _prepare(self) -> None:
+        """That nothing can be written is said at the start."""
+        try:
+            # what is in there stands for prompts and answers
+            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(self._own, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._own))
+        except OSError as error:
+            self._fail("written", error)
 
     def _scan(self) -> None:
         """What is there, by name and size alone; content is looked at when it is wanted."""
@@ -170,12 +184,12 @@ class DiskTier:
             return
         for path in (path for directory in directories for path in _files_of(directory)):
             with contextlib.suppress(OSError):
-                stat = path.stat()
+                found = path.lstat()
                 if path.name.endswith(ASIDE):
-                    if time.time() - stat.st_mtime > ABANDONED_S:
+                    if time.time() - found.st_mtime > ABANDONED_S:
                         path.unlink()
                 elif path.suffix in SUFFIXES.values():
-                    yield File(path, stat.st_size, stat.st_mtime)
+                    yield File(path, found.st_size if stat.S_ISREG(found.st_mode) else 0, found.st_mtime)
 
     def _make_room(self, num_bytes: int) -> None:
         if self.num_bytes + num_bytes <= self._limit_bytes:
@@ -199,7 +213,7 @@ class DiskTier:
     def _unlink(self, file: File) -> None:
         self.num_bytes -= file.num_bytes
         try:
-            file.path.unlink(missing_ok=True)
+            file.path.rmdir() if _is_directory(file.path) else file.path.unlink(missing_ok=True)
         except OSError as error:
             self._fail("removed", error)
 
@@ -208,6 +222,10 @@ class DiskTier:
         if time.monotonic() - self._warned_s >= WARNING_GAP_S:
             self._warned_s = time.monotonic()
             log.warning("the disk tier of the prefix cache goes on without what cannot be %s: %s", what, error)
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _files_of(directory: Path) -> list[Path]:

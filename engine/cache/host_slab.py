@@ -64,6 +64,12 @@ class Layout:
         num_blocks = (left - num_states * state) // (geometry.block_bytes + HEADER_BYTES)
         return cls(geometry, num_blocks, num_states)
 
+    @classmethod
+    def least_bytes(cls, geometry: Geometry) -> int:
+        """Of a slab that holds a block and a state."""
+        cells = geometry.block_bytes + _pages(geometry.state_bytes) + 2 * HEADER_BYTES
+        return PAGE * (geometry.num_layers + 3) + cells
+
     @property
     def is_empty(self) -> bool:
         return not (self.num_blocks and self.num_states)
@@ -178,7 +184,11 @@ def open_slab(file: int, geometry: Geometry, key: bytes, num_bytes: int, free_by
         return found
     layout = Layout.of_size(geometry, _allocate(file, num_bytes, free_bytes))
     if layout.is_empty:
-        log.warning("the host tier of the prefix cache is off: %d bytes hold no block and state", num_bytes)
+        log.warning(
+            "the host tier of the prefix cache is off: %d bytes hold no block and state, which take at least %d",
+            min(num_bytes, free_bytes),
+            Layout.least_bytes(geometry),
+        )
         return None
     memory = mmap.mmap(file, layout.num_bytes)
     memory[: layout.first_plane] = bytes(layout.first_plane)

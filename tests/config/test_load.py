@@ -189,5 +189,17 @@ def test_cache_has_to_hold_one_request():
     assert "kv_cache_tokens 1024 is less than max_model_len 4096" in told
 
 
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--prefix-caching=false", "--host-cache-bytes=1GiB"], "prefix_caching keeps, which is off"),
+        (["--disk-cache-dir=/tmp/x"], "needs prefix_caching, and host_cache_bytes"),
+        (["--host-cache-bytes=1GiB", "--disk-cache-dir=/tmp/x", "--disk-cache-bytes=0"], "disk_cache_bytes"),
+    ],
+)
+def test_tiers_stand_behind_a_cache_and_hold_something(flags, told):
+    assert told in refusal({"engine": EngineConfig}, flags)
+
+
 def test_scripted_engine_needs_its_script():
     assert "needs script" in refusal({"server": ServerConfig}, ["--engine", "scripted"])

@@ -115,7 +115,7 @@ def test_what_was_used_longest_ago_goes(directory):
 def test_what_is_larger_than_the_limit_is_not_written(directory):
     tier = open_tier(directory, limit=SIZE)
     write(tier, 1)
-    assert not directory.exists()
+    assert files(directory) == []
 
 
 def test_a_full_disk_is_a_warning_and_a_count(directory, monkeypatch, caplog):
@@ -160,6 +160,27 @@ def test_a_directory_that_cannot_be_made_or_read_is_gone_without(tmp_path, caplo
     assert not is_read(tier, 1)
     assert tier.counts["num_failures"] >= 1
     assert "goes on without" in caplog.text
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_holds_nobody_up_and_makes_room(directory, make, is_late):
+    """Under the name of a block, there at the start or put there later."""
+    write(open_tier(directory), 1)
+    (file,) = files(directory)
+    tier = open_tier(directory) if is_late else None
+    file.unlink()
+    make(file)
+    tier = tier or open_tier(directory)
+    assert not is_read(tier, 1)
+    write(tier, 1)
+    assert is_read(tier, 1) and tier.num_bytes == HEADER.size + SIZE
+
+
+def test_a_directory_in_which_nothing_can_be_written_is_told_at_the_start(tmp_path, caplog):
+    (tmp_path / "file").write_text("no directory")
+    open_tier(tmp_path / "file" / "cache")
+    assert "cannot be written" in caplog.text
 
 
 def test_a_file_that_vanished_is_missed_once(directory):

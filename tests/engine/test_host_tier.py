@@ -309,7 +309,10 @@ def test_it_shrinks_with_a_warning_and_never_fails(file, monkeypatch, caplog):
     assert "instead of 200000" in caplog.text
     caplog.clear()
     assert new_slab(file, key=b"other", free_bytes=100) is None
-    assert "off" in caplog.text
+    assert "is off: 100 bytes" in caplog.text
+    least = Layout.least_bytes(GEOMETRY)
+    assert f"at least {least}" in caplog.text
+    assert Layout.of_size(GEOMETRY, least - 1).is_empty and not Layout.of_size(GEOMETRY, least).is_empty
     taken = []
 
     def fallocate(file, offset, length):
