@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # kernels, whose lists of arguments are long, apart from everything that decides and runs
-LINES = {"engine/ops/": 8_000, "engine/": 11_000}
+LINES = {"engine/ops/": 9_000, "engine/": 11_000}
 
 # part -> the parts of this repository that it may import; the longest match owns a file
 ARROWS = {

@@ -16,7 +16,7 @@ from engine.ops.kv_append_projected import kv_append_projected
 from engine.ops.paged_attention import paged_attention
 from engine.ops.paged_kv import PagedKV
 from engine.ops.rope import rope
-from engine.ops.sigmoid_mul import sigmoid_mul
+from engine.ops.sigmoid_mul import sigmoid_gate, sigmoid_mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class GatedAttention:
             return self.output(rounded, residual=x)
         else:
             attended = attention_decode(query, cache, *context, most, rows.max_context)
+        if rows.commits and isinstance(self.output, QuantizedLinear):
+            return self.output.of_prompt(sigmoid_gate(attended.flatten(1), gate, self.output.is_halved), x)
         gated = sigmoid_mul(attended.flatten(1).to(gate.dtype), gate)
         return self.output(gated, residual=x, is_prompt=rows.commits)
 

@@ -39,7 +39,7 @@ class GatedDeltaNet:
         """x + the linear attention over norm(x)"""
         projected = self.projection(x, norm, is_prompt=rows.commits)
         if rows.commits:
-            return self.output(self._prefill(projected, rows, memory), residual=x, is_prompt=True)
+            return self._output_of_prompt(self._prefill(projected, rows, memory), projected, x)
         # what follows reads 8 bits where its matrix is stored in few
         decode = gated_delta_decode_rounded if isinstance(self.output, QuantizedLinear) else gated_delta_decode
         attended = decode(
@@ -49,14 +49,19 @@ class GatedDeltaNet:
 
     def _prefill(self, projected: torch.Tensor, rows: Rows, memory: DeltaState) -> torch.Tensor:
         weights, where = self._weights(), (rows.state_slots, rows.query_starts, rows.num_rows)
-        mixed, z, a, b = weights.split(projected)
+        mixed, _, a, b = weights.split(projected)
         if rows.folds:
             gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
         convolved, norms = causal_conv_heads(
             mixed, self.conv, memory.inputs, *where, unit_heads=2 * self.key_heads, dim=self.key_dim
         )
-        attended = gated_delta_prefill(convolved, norms, a, b, weights, memory.state, *where)
-        return self.norm(attended, z.unflatten(-1, (self.value_heads, self.value_dim))).flatten(1)
+        return gated_delta_prefill(convolved, norms, a, b, weights, memory.state, *where)
+
+    def _output_of_prompt(self, attended: torch.Tensor, projected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        z = self._weights().split(projected)[1].unflatten(-1, (self.value_heads, self.value_dim))
+        if isinstance(self.output, QuantizedLinear):
+            return self.output.of_prompt(self.norm(attended, z, self.output.is_halved).flatten(1), x)
+        return self.output(self.norm(attended, z).flatten(1), residual=x, is_prompt=True)
 
     def _weights(self) -> DeltaWeights:
         return DeltaWeights(

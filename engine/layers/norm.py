@@ -6,6 +6,7 @@ import torch
 
 from engine.ops.gated_rms_norm import gated_rms_norm
 from engine.ops.rms_norm import rms_norm
+from engine.ops.rms_norm_halved import rms_norm_halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,10 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def of_prompt(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """And the same in the order in which matrices in 4 bits read it."""
+        return rms_norm_halved(x, self.weight, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class GatedRMSNorm:
@@ -26,5 +31,5 @@ class GatedRMSNorm:
     weight: torch.Tensor
     eps: float
 
-    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gated_rms_norm(x, gate, self.weight, self.eps)
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor, halves: bool = False) -> torch.Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps, halves)

@@ -43,10 +43,19 @@ class QuantizedLinear:
         residual  only where there is one matrix
         """
         if is_prompt:
-            x = norm(x) if norm else x
-            return quantized_matmul(x, self.weights, self.dtype or x.dtype, residual)
+            x, ordered = norm.of_prompt(x) if norm else (x, None)
+            return quantized_matmul(x, self.weights, self.dtype or x.dtype, residual, ordered)
         like = residual if isinstance(x, QuantizedRows) else x
         return quantized_linear(_rounded(x, norm), self.weights, self.dtype or like.dtype, residual)
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether a prompt's rows are read as halved puts them, and only so."""
+        return all(weight.bits == 4 for weight in self.weights)
+
+    def of_prompt(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Over rows that were written for it: halved where is_halved."""
+        return quantized_matmul(x, self.weights, residual.dtype, residual, x if self.is_halved else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,8 @@ class QuantizedMlp:
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         if is_prompt:
-            return quantized_mlp(norm(x), self.gate_up, self.down, x.dtype, residual=x)
+            normed, ordered = norm.of_prompt(x)
+            return quantized_mlp(normed, self.gate_up, self.down, x.dtype, residual=x, ordered=ordered)
         inner = quantized_linear(_rounded(x, norm), [self.gate_up], torch.float32)
         return quantized_linear(quantize_silu_mul(inner), [self.down], x.dtype, residual=x)
 
@@ -84,13 +94,13 @@ class QuantizedMoe:
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm, *, is_prompt: bool = False) -> torch.Tensor:
         if is_prompt:
-            return self._of_prompt(x, norm(x))
+            return self._of_prompt(x, *norm.of_prompt(x))
         rows, logits = router_logits(x, norm.weight, norm.eps, self.router.weight)
         return quantized_experts(rows, logits, self.experts, self.num_chosen, x.dtype, residual=x)
 
-    def _of_prompt(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    def _of_prompt(self, x: torch.Tensor, normed: torch.Tensor, ordered: torch.Tensor) -> torch.Tensor:
         chosen, weights = expert_choice(row_matmul(normed, self.router.weight), self.num_chosen)
-        return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, residual=x)
+        return quantized_grouped_experts(normed, chosen, weights, self.experts, x.dtype, x, ordered)
 
 
 def _rounded(x: torch.Tensor | QuantizedRows, norm: RMSNorm | None) -> QuantizedRows:

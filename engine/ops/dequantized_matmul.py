@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.ops.halved import halved_column
 from engine.ops.quantized_dot import groups_of, is_interpreted
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight
 
@@ -132,7 +133,7 @@ def dequantized_matmul_kernel(
     mask = (row < rows)[:, None] & (output < count)[None, :]
     column = first + output
     if HALVES_OUTPUT:
-        column = column - column % 64 + (column // 16 % 2) * 32 + (column // 32 % 2) * 16 + column % 16
+        column = halved_column(column)
     wide = row.to(tl.int64)[:, None]
     if HAS_RESIDUAL:
         at = residual_ptr + wide * residual_stride + column[None, :]

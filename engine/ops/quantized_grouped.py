@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.halved import halved
 from engine.ops.quantized_dot import is_interpreted
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
@@ -27,6 +28,7 @@ def quantized_grouped_experts(
     experts: QuantizedExperts,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[r] = sum_j weights[r, j] * down_e (silu(gate_e x[r]) * up_e x[r]) (+ residual),  e = chosen[r, j]
 
@@ -36,10 +38,11 @@ def quantized_grouped_experts(
     chosen    [rows, num_chosen] int32 or int64
     weights   [rows, num_chosen + 1] fp32
     residual  [rows, hidden]
+    ordered   halved(x), where the caller has it
     return    [rows, hidden]  of dtype
     """
     if x.is_cuda:
-        return quantized_grouped_experts_triton(x, chosen, weights, experts, dtype, residual)
+        return quantized_grouped_experts_triton(x, chosen, weights, experts, dtype, residual, ordered)
     return quantized_grouped_experts_reference(x, chosen, weights, experts, dtype, residual)
 
 
@@ -72,6 +75,7 @@ def quantized_grouped_experts_triton(
     experts: QuantizedExperts,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
     shape: MatmulShape | None = None,
 ) -> torch.Tensor:
     assert weights.is_contiguous() and (residual is None or residual.is_contiguous())
@@ -81,17 +85,15 @@ def quantized_grouped_experts_triton(
     shape = shape or shape_of(x.device, rows, is_paired=True)
     order, blocks, down_blocks = expert_blocks(chosen, num_experts, shape.block_m, down_shape.block_m)
     inner = torch.empty(chosen.numel(), experts.width, dtype=x.dtype, device=x.device)
-    ordered = in_order_of(experts.gate_up, x)
+    if ordered is None and 4 in (experts.gate_up.bits, experts.shared_gate_up.bits):
+        ordered = halved(x)
     launch_matmul(
-        ordered, experts.gate_up, inner, shape, is_swiglu=True, order=order, blocks=blocks, gathers=num_chosen,
-        halves_output=experts.down.bits == 4,
+        in_order_of(experts.gate_up, x, ordered), experts.gate_up, inner, shape, is_swiglu=True, order=order,
+        blocks=blocks, gathers=num_chosen, halves_output=experts.down.bits == 4,
     )  # fmt: skip
     outputs = torch.empty(chosen.numel(), experts.down.rows, dtype=x.dtype, device=x.device)
     launch_matmul(inner, experts.down, outputs, down_shape, order=order, blocks=down_blocks, scatters=True)
-    is_same_order = experts.shared_gate_up.bits == experts.gate_up.bits
-    shared = quantized_mlp_triton(
-        x, experts.shared_gate_up, experts.shared_down, x.dtype, ordered=ordered if is_same_order else None
-    )
+    shared = quantized_mlp_triton(x, experts.shared_gate_up, experts.shared_down, x.dtype, ordered=ordered)
     y = torch.empty(len(x), experts.down.rows, dtype=dtype, device=x.device)
     combine_experts_kernel[(len(x), triton.cdiv(y.shape[1], 1024))](
         outputs, shared, weights, y if residual is None else residual, y, y.shape[1],

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.dequantized_matmul import dequantized_matmul_triton, is_worth_dequantizing
+from engine.ops.halved import halved, halved_column
 from engine.ops.quantized_dot import groups_of, is_interpreted
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_weight
 
@@ -30,18 +31,23 @@ class MatmulShape:
 
 
 def quantized_matmul(
-    x: torch.Tensor, weights: Sequence[QuantizedWeight], dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: Sequence[QuantizedWeight],
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x W^T (+ residual), for prompts: x is not rounded, unlike in quantized_linear
 
     x         [rows, columns] bf16
     weights   matrices that stand one above the other
     residual  [rows, outputs]
+    ordered   halved(x), where the caller has it; all that is read where every matrix is in 4 bits
     return    [rows, outputs]  of dtype; products of bf16, sums in fp32
     """
     if x.is_cuda:
-        return quantized_matmul_triton(x, weights, dtype, residual)
-    return quantized_matmul_reference(x, weights, dtype, residual)
+        return quantized_matmul_triton(x, weights, dtype, residual, ordered)
+    return quantized_matmul_reference(x, weights, dtype, residual, ordered)
 
 
 def quantized_mlp(
@@ -50,6 +56,7 @@ def quantized_mlp(
     down: QuantizedWeight,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = (silu(gate x) * up x) down^T (+ residual), what stands between the products in the type of x
 
@@ -57,16 +64,22 @@ def quantized_mlp(
     gate_up   [2 * width, columns]  gate above up, width a multiple of 64
     down      [outputs, width]
     residual  [rows, outputs]
+    ordered   halved(x), where the caller has it
     return    [rows, outputs]  of dtype
     """
     if x.is_cuda:
-        return quantized_mlp_triton(x, gate_up, down, dtype, residual)
+        return quantized_mlp_triton(x, gate_up, down, dtype, residual, ordered)
     return quantized_mlp_reference(x, gate_up, down, dtype, residual)
 
 
 def quantized_matmul_reference(
-    x: torch.Tensor, weights: Sequence[QuantizedWeight], dtype: torch.dtype, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: Sequence[QuantizedWeight],
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    x = x if ordered is None else halved(ordered)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.linear(x.to(wide), torch.cat([dequantize_weight(weight) for weight in weights]).to(wide))
     return (y if residual is None else y + residual.to(wide)).to(dtype)
@@ -88,13 +101,14 @@ def quantized_matmul_triton(
     weights: Sequence[QuantizedWeight],
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
     shape: MatmulShape | None = None,
 ) -> torch.Tensor:
     y = torch.empty(len(x), sum(weight.rows for weight in weights), dtype=dtype, device=x.device)
     first = 0
     for weight in weights:
         part = y[:, first : first + weight.rows]
-        _multiply(in_order_of(weight, x), weight, part, shape, residual=residual)
+        _multiply(in_order_of(weight, x, ordered), weight, part, shape, residual=residual)
         first += weight.rows
     return y
 
@@ -126,10 +140,10 @@ def quantized_mlp_triton(
     residual: torch.Tensor | None = None,
     ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """ordered  x in the order of gate_up, where the caller has it already"""
+    """ordered  halved(x), where the caller has it"""
     inner = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
     # written as the second product reads it
-    x = in_order_of(gate_up, x) if ordered is None else ordered
+    x = in_order_of(gate_up, x, ordered)
     _multiply(x, gate_up, inner, is_swiglu=True, halves_output=down.bits == 4)
     y = torch.empty(len(x), down.rows, dtype=dtype, device=x.device)
     _multiply(inner, down, y, residual=residual)
@@ -171,14 +185,14 @@ def down_shape_for(capability: tuple[int, int], rows: int) -> MatmulShape:
     return MatmulShape(64, 256, 4, 3) if is_large else shape
 
 
-def in_order_of(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
-    """The columns of x in the order in which the codes of a weight come out of its bytes."""
-    return halved(x) if weight.bits == 4 else x
+def in_order_of(weight: QuantizedWeight, x: torch.Tensor, ordered: torch.Tensor | None = None) -> torch.Tensor:
+    """The columns of x in the order in which the codes of a weight come out of its bytes.
 
-
-def halved(x: torch.Tensor) -> torch.Tensor:
-    """In every group of 64 columns first those of the low nibbles, then those of the high ones."""
-    return x.unflatten(-1, (-1, 2, 2, 16)).transpose(-3, -2).flatten(-4)
+    ordered  halved(x), if it is there already
+    """
+    if weight.bits != 4:
+        return x
+    return halved(x) if ordered is None else ordered
 
 
 def launch_matmul(
@@ -277,7 +291,7 @@ def quantized_matmul_kernel(
             target = place
         column = output
         if HALVES_OUTPUT:
-            column = output - output % 64 + (output // 16 % 2) * 32 + (output // 32 % 2) * 16 + output % 16
+            column = halved_column(output)
         at = target.to(tl.int64)[:, None] * y_stride + column[None, :]
         mask = held[:, None] & (output < outputs)[None, :]
         acc = tl.trans(acc)

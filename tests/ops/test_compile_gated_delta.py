@@ -95,7 +95,7 @@ def test_rows_around_the_prompt(capability):
     types = {"y_ptr": "*bf16"}
     check(causal_conv_heads_kernel, capability, types, {"DIM": 128, "BLOCK": BLOCK_ROWS}, 4)
     norm = types | {"x_ptr": "*fp32"}
-    check(gated_rms_norm_kernel, capability, norm, {"ITEMS": BLOCK_ITEMS, "WIDTH": 128}, 4)
+    check(gated_rms_norm_kernel, capability, norm, {"ITEMS": BLOCK_ITEMS, "WIDTH": 128, "HALVES": True}, 4)
 
 
 def prefill(capability):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
+from engine.ops.halved import halved
 from tests.ops.conftest import assert_matches
 from tests.ops.kernels import both
 
@@ -40,3 +41,10 @@ def test_by_hand(implementation, device):
 def test_zero_row_stays_finite(implementation, device):
     zeros = torch.zeros(2, 128, device=device)
     assert (implementation(zeros, zeros + 1, zeros[0] + 1, eps=1e-6) == 0).all()
+
+
+@BOTH
+def test_halves_its_result(implementation, device):
+    x, gate = (torch.randn(3, 2, 128, device=device) for _ in range(2))
+    weight = torch.rand(128, device=device)
+    assert torch.equal(implementation(x, gate, weight, 1e-6, True), halved(implementation(x, gate, weight, 1e-6)))
