@@ -8,6 +8,7 @@ import triton.language as tl
 
 from engine.ops.decode_rows import BLOCK_SIZE
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
+from engine.ops.quantized_dot import has_dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,14 @@ def accept_drafts_triton(
         slot_mapping=empty(num_drafts, requests),
         context_lens=empty(num_drafts, requests, dtype=torch.int32),
     )
+    dependent = has_dependent_launch(slots.device)
     accept_drafts_kernel[(requests,)](
         state.numbers, slots, chosen, slot_mapping, block_tables, found.num_tokens, found.record, found.standing,
         found.last_rows, found.positions, found.next_positions, found.slot_mapping, found.context_lens,
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
         PADDED_ROWS=triton.next_power_of_2(num_rows), PADDED_DEPTH=triton.next_power_of_2(max(num_drafts, 1)),
+        PDL=dependent, **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return found
 
@@ -137,8 +140,11 @@ def accept_drafts_kernel(
     numbers_ptr, slots_ptr, chosen_ptr, mapping_ptr, tables_ptr, num_tokens_ptr, record_ptr, standing_ptr,
     last_rows_ptr, positions_ptr, next_positions_ptr, places_ptr, contexts_ptr, stride, width,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, COMMITS: tl.constexpr,
-    PADDED_ROWS: tl.constexpr, PADDED_DEPTH: tl.constexpr,
+    PADDED_ROWS: tl.constexpr, PADDED_DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # launches nothing early: what it leaves is read by kernels that have not waited yet
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     requests = tl.num_programs(0)
     numbers_ptr += tl.load(slots_ptr + request) * stride

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.quantized_dot import has_dependent_launch, is_interpreted
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """y = x / sqrt(mean(x**2) + eps) * weight
@@ -33,18 +35,27 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     assert x.dim() == 2 or x.is_contiguous() or (x.dim() == 3 and heads == x.shape[1] and x.stride(1) == width)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
-    options = {} if triton.knobs.runtime.interpret else {"num_warps": min(8, max(1, block // 256))}
-    rms_norm_kernel[(x.numel() // width,)](x, weight, y, stride, width, eps, HEADS=heads, BLOCK=block, **options)
+    dependent = has_dependent_launch(x.device)
+    options = {} if is_interpreted() else {"num_warps": min(8, max(1, block // 256)), "launch_pdl": dependent}
+    rms_norm_kernel[(x.numel() // width,)](
+        x, weight, y, stride, width, eps, HEADS=heads, BLOCK=block, PDL=dependent, **options
+    )
     return y
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, y_ptr, stride, width, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, y_ptr, stride, width, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     vector = tl.program_id(0).to(tl.int64)
     row, head = vector // HEADS, vector % HEADS
     column = tl.arange(0, BLOCK)
     mask = column < width
-    x = tl.load(x_ptr + row * stride + head * width + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + head * width + column, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride + head * width + column, mask=mask, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * weight
     tl.store(y_ptr + vector * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)

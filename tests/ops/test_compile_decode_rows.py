@@ -38,5 +38,6 @@ def test_decode_rows(capability, width):
 
 @WIDTHS
 def test_accept_drafts(capability, width):
-    constants = {"ROWS": 4, "DEPTH": 3, "COMMITS": False, "PADDED_ROWS": 4, "PADDED_DEPTH": 4} | constant(width)
+    constants = {"ROWS": 4, "DEPTH": 3, "COMMITS": False, "PADDED_ROWS": 4, "PADDED_DEPTH": 4}
+    constants |= {"PDL": capability >= 90} | constant(width)
     compiled(accept_drafts_kernel, capability, types(accept_drafts_kernel, width), constants, 4)
