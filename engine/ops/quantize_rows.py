@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options
+from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options, load_where
 from engine.ops.quantized_weight import GROUP
 
 
@@ -36,8 +36,6 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
 
 def quantize_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
     """The same of x / sqrt(mean(x**2) + eps) * weight, which is never rounded to another type on the way.
-
-    The mean is that of integers: its bits depend on no order.
 
     weight  [columns] fp32
     """
@@ -72,12 +70,8 @@ def quantize_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: floa
 
 
 def inverse_rms_reference(wide: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean(x**2) + eps) of each row, from squares in units of 2**-40 of the largest.  return [rows, 1]"""
-    largest = wide.abs().amax(-1, keepdim=True)
-    shrunk = wide * torch.where(largest > 0, 1 / largest, 0)
-    total = (shrunk * shrunk * 2.0**40).to(torch.int64).sum(-1, keepdim=True).to(wide.dtype)
-    mean = total * 2.0**-40 / wide.shape[-1] * largest * largest
-    return 1 / torch.sqrt(mean + eps)
+    """1 / sqrt(mean(x**2) + eps) of each row.  return [rows, 1]"""
+    return 1 / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
 def quantize_silu_mul_reference(x: torch.Tensor) -> QuantizedRows:
@@ -95,11 +89,11 @@ def quantize_rows_triton(x: torch.Tensor) -> QuantizedRows:
 
 def quantize_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
     assert x.is_contiguous() and weight.is_contiguous()
-    rows = empty_rows(len(x), x.shape[1], x.device)
+    rows, groups = empty_rows(len(x), x.shape[1], x.device), groups_of(x.shape[1])
     quantize_rms_norm_kernel[(len(x),)](
         x, weight, rows.values, rows.scales, rows.sums, x.shape[1], eps,
-        BLOCK=triton.next_power_of_2(groups_of(x.shape[1])), PDL=has_dependent_launch(x.device),
-        **launch_options(x.device, 8),
+        BLOCK=triton.next_power_of_2(groups), EVEN=groups == triton.next_power_of_2(groups),
+        PDL=has_dependent_launch(x.device), **launch_options(x.device, 8, 128),
     )  # fmt: skip
     return rows
 
@@ -159,28 +153,34 @@ def store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, first, 
 
 @triton.jit
 def inverse_rms(x, width, eps):
-    """Of one row x [groups, 64] fp32, zeros beyond its width: see inverse_rms_reference."""
-    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-    one = tl.zeros_like(largest) + 1.0
-    shrunk = x * tl.where(largest > 0, tl.div_rn(one, tl.where(largest > 0, largest, 1.0)), 0.0)
-    # 2**40
-    total = tl.sum(tl.sum((shrunk * shrunk * 1099511627776.0).to(tl.int64), axis=1), axis=0).to(tl.float32)
-    mean = tl.div_rn(total * (1.0 / 1099511627776.0), width.to(tl.float32)) * largest * largest
-    return tl.div_rn(one, tl.sqrt_rn(mean + eps))
+    """1 / sqrt(mean(x**2) + eps) of one row x [groups, 64] fp32, zeros beyond its width."""
+    total = tl.sum(tl.sum(x * x, axis=1), axis=0)
+    return tl.rsqrt(total / width.to(tl.float32) + eps)
 
 
 @triton.jit
 def quantize_rms_norm_kernel(
-    x_ptr, weight_ptr, values_ptr, scales_ptr, sums_ptr, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, weight_ptr, values_ptr, scales_ptr, sums_ptr, width, eps,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * width
+    round_normed(x_ptr, weight_ptr, values_ptr, scales_ptr, sums_ptr, row, width, eps, BLOCK, EVEN, PDL)
+
+
+@triton.jit
+def round_normed(
+    x_ptr, weight_ptr, values_ptr, scales_ptr, sums_ptr, row, width, eps,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds a whole row, at x_ptr, of BLOCK groups at most. EVEN: just so many"""
     at = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    weight = tl.load(weight_ptr + at, mask=at < width, other=0.0)
+    weight = load_where(weight_ptr + at, at < width, EVEN)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row.to(tl.int64) * width + at, mask=at < width, other=0.0).to(tl.float32)
+    x = load_where(x_ptr + at, at < width, EVEN).to(tl.float32)
     rounded, scales = round_groups(x * weight)
     scales *= inverse_rms(x, width, eps)
     store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, 0, width // 64, BLOCK)

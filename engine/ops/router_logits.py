@@ -10,10 +10,9 @@ from engine.ops.quantize_rows import (
     inverse_rms,
     inverse_rms_reference,
     quantize_rms_norm_reference,
-    round_groups,
-    store_groups,
+    round_normed,
 )
-from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options
+from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options, load_where
 
 _OUTPUTS = 4
 
@@ -47,11 +46,12 @@ def router_logits_triton(
     assert x.is_contiguous() and norm_weight.is_contiguous() and router.is_contiguous()
     (rows, hidden), outputs = x.shape, len(router)
     rounded = empty_rows(rows, hidden, x.device)
+    groups = groups_of(hidden)
     logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
     router_logits_kernel[(triton.cdiv(outputs, _OUTPUTS) + 1, rows)](
         x, norm_weight, router, rounded.values, rounded.scales, rounded.sums, logits, outputs, hidden, eps,
-        OUTPUTS=_OUTPUTS, BLOCK=triton.next_power_of_2(groups_of(hidden)), PDL=has_dependent_launch(x.device),
-        **launch_options(x.device, 4, 128),
+        OUTPUTS=_OUTPUTS, BLOCK=triton.next_power_of_2(groups), EVEN=groups == triton.next_power_of_2(groups),
+        PDL=has_dependent_launch(x.device), **launch_options(x.device, 4, 128),
     )  # fmt: skip
     return rounded, logits
 
@@ -59,41 +59,31 @@ def router_logits_triton(
 @triton.jit
 def router_logits_kernel(
     x_ptr, norm_weight_ptr, router_ptr, values_ptr, scales_ptr, sums_ptr, logits_ptr, outputs, hidden, eps,
-    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1)
     x_ptr += row.to(tl.int64) * hidden
     if tl.program_id(0) == 0:
-        round_row(x_ptr, norm_weight_ptr, values_ptr, scales_ptr, sums_ptr, row, hidden, eps, BLOCK, PDL)
+        round_normed(x_ptr, norm_weight_ptr, values_ptr, scales_ptr, sums_ptr, row, hidden, eps, BLOCK, EVEN, PDL)
     else:
         output = (tl.program_id(0) - 1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        logits = project(x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps, BLOCK, PDL)
+        logits = project(x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps, BLOCK, EVEN, PDL)
         tl.store(logits_ptr + row * outputs + output, logits, mask=output < outputs)
 
 
 @triton.jit
-def round_row(
-    x_ptr, norm_weight_ptr, values_ptr, scales_ptr, sums_ptr, row, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    at = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    norm_weight = tl.load(norm_weight_ptr + at, mask=at < hidden, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(tl.float32)
-    rounded, scales = round_groups(x * norm_weight)
-    scales *= inverse_rms(x, hidden, eps)
-    store_groups(rounded, scales, values_ptr, scales_ptr, sums_ptr, row, 0, hidden // 64, BLOCK)
-
-
-@triton.jit
-def project(x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def project(
+    x_ptr, norm_weight_ptr, router_ptr, output, outputs, hidden, eps,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK * 64)[None, :]
-    mask = (output < outputs)[:, None] & (column < hidden)
-    router = tl.load(router_ptr + output[:, None] * hidden + column, mask=mask, other=0.0)
-    norm_weight = tl.load(norm_weight_ptr + column, mask=column < hidden, other=0.0)
+    # an output beyond the last is computed as the last, and not written
+    at = tl.minimum(output, outputs - 1)[:, None] * hidden + column
+    router = load_where(router_ptr + at, column < hidden, EVEN)
+    norm_weight = load_where(norm_weight_ptr + column, column < hidden, EVEN)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    x = load_where(x_ptr + column, column < hidden, EVEN).to(tl.float32)
     return tl.sum(router.to(tl.float32) * (x * norm_weight), axis=1) * inverse_rms(x, hidden, eps)

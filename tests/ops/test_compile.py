@@ -135,9 +135,9 @@ def test_experts_down(capability):
 
 def test_router_logits(capability):
     slow(capability)
-    check(router_logits_kernel, capability, ROWS_POINTERS, {"OUTPUTS": 4, "BLOCK": 32}, 4, maxnreg=128)
+    check(router_logits_kernel, capability, ROWS_POINTERS, {"OUTPUTS": 4, "BLOCK": 32, "EVEN": True}, 4, maxnreg=128)
 
 
 def test_quantize_rows(capability):
     check(quantize_rows_kernel, capability, ROWS_POINTERS, {"BLOCK": 8, "IS_SWIGLU": True}, 4)
-    check(quantize_rms_norm_kernel, capability, ROWS_POINTERS, {"BLOCK": 32}, 8)
+    check(quantize_rms_norm_kernel, capability, ROWS_POINTERS, {"BLOCK": 32, "EVEN": True}, 8, maxnreg=128)
