@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from config import EngineConfig
@@ -329,7 +330,7 @@ class EngineClient:
         return any(not stream.is_finished for stream in self._streams.values())
 
     def _become_ready(self, ready: Ready) -> None:
-        self._info = ready.info
+        self._info = replace(ready.info, max_queued_requests=self._config.max_queued_requests)
         self._state = "ready"
         self._stats = ready.stats
         if self._started is not None and not self._started.done():

@@ -110,6 +110,7 @@ class EngineInfo:
 
     kv_codec       how keys and values are kept
     planned_bytes  of the device, by what they are for
+    max_queued_requests  that may wait beside those that run; None where nobody said
     """
 
     checkpoint_dir: str
@@ -121,6 +122,7 @@ class EngineInfo:
     kv_cache_tokens: int
     planned_bytes: Mapping[str, int] = field(default_factory=dict)
     kv_codec: str = "bf16"
+    max_queued_requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ async def start_answer(
 
     Choice p * num_choices + c answers prompt p.
     """
+    _check_room(len(prompts), num_choices, model.info)
     answer_id = f"{prefix}{secrets.token_hex(12)}"
     requests: list[engine.Request] = []
     choices: list[Choice] = []
@@ -104,6 +105,20 @@ async def start_answer(
         generation=await serving.generate(requests),
         is_accounted=caller.is_gateway,
     )
+
+
+def _check_room(num_prompts: int, num_choices: int, info: engine.EngineInfo) -> None:
+    """Choices are admitted together or not at all. raises BadRequestError when an idle engine had no room for them"""
+    if info.max_queued_requests is None:
+        return
+    count, room = num_prompts * num_choices, info.max_num_requests + info.max_queued_requests
+    if count > room:
+        raise BadRequestError(
+            f"n: {num_prompts} prompts and n {num_choices} make {count} generations; this server takes {room} at once: "
+            f"{info.max_num_requests} that run (max_num_requests) and {info.max_queued_requests} that wait "
+            "(max_queued_requests).",
+            param="n",
+        )
 
 
 def end_of_stream(answer: Answer) -> bytes:

@@ -27,7 +27,7 @@ from server.grammar import (
     tool_choice,
 )
 from server.http import json_response, read_json
-from server.messages_protocol import MessagesRequest, chat_messages, function_tools
+from server.messages_protocol import MessagesRequest, Thinking, chat_messages, function_tools
 from server.model import ServedModel, check_model
 from server.pipeline import Event, TextRules
 from server.prompt import MESSAGES, Prompt, arguments
@@ -40,6 +40,8 @@ from server.tool_calls import CallArguments, CallEnd, CallStart, Content
 from server.tool_schema import ToolSchemas, declared_tools
 
 PATH = "/v1/messages"
+# whether a thought comes first; how long it is depends on the budget alone
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 # byte for byte as that API writes it
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -93,13 +95,24 @@ def _prepare(body: MessagesRequest, model: ServedModel) -> tuple[Prompt, TextRul
     tools = _tools(body)
     functions = callable_functions(tools, _choice(body.tool_choice))
     form = _form(body, functions)
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    thinks = _thinks(body.thinking)
     options = model.prompts.options(None, None, thinks)
     turns = chat_messages(body)
     ending = _ending(turns, thinks)
     prompt = model.prompts.chat(turns, tools, options, MESSAGES, ending)
     check_form(form is not None, ending, prompt.starts_in_thought)
     return prompt, _rules(body, functions, model), form
+
+
+def _thinks(thinking: Thinking | None) -> bool:
+    """raises BadRequestError"""
+    if thinking is None:
+        return False
+    if thinking.type not in THINKING:
+        raise BadRequestError(
+            f"thinking.type: {thinking.type!r} is none of {', '.join(THINKING)}.", param="thinking.type"
+        )
+    return THINKING[thinking.type]
 
 
 def _ending(turns: Sequence[ChatMessage], thinks: bool) -> Ending:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Engine, EngineDiedError, EngineStats
+from server.pace import Pace
 from server.protocol import HARMLESS
 
 TTFT_BUCKETS = (
@@ -176,6 +177,7 @@ class ServerMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
+        self.pace = Pace()
         self._model = (model_name, ENGINE_LABEL)
 
         def counter(name: str, about: str) -> Counter:
@@ -216,6 +218,7 @@ class ServerMetrics:
         )
 
     def finished(self, reason: str) -> None:
+        self.pace.ended()
         self._finished.labels(*self._model, reason).inc()
 
     def answered(self, handler: str, method: str, status: int) -> None:

@@ -250,8 +250,18 @@ class ResponseWriter:
         return self.numbers.write(f"response.{status}", {"response": self.response(status)})
 
     def fail(self, error: ApiError) -> bytes:
-        response = self.response("failed") | {"error": {"code": error.code, "message": error.message}}
+        response = self.response("failed") | {
+            "error": {"code": error.code, "message": error.message},
+            "output": self._produced(),
+        }
         return self.numbers.write("response.failed", {"response": response})
+
+    def _produced(self) -> list[dict[str, Any]]:
+        """The items, the one that is being written as far as it came."""
+        if self._open is None:
+            return self._items
+        *whole, last = self._items
+        return [*whole, last | _held(self._open, "".join(self._text)) | {"status": "incomplete"}]
 
     def final_status(self) -> str:
         return "incomplete" if self.answer.choices[0].finish_reason == "length" else "completed"
@@ -315,14 +325,13 @@ class ResponseWriter:
         item, text, kind = self._items[-1], "".join(self._text), self._open
         self._open = None
         where = {"item_id": item["id"]}
+        item |= _held(kind, text)
         if part := _content(kind, text):
-            item["content"] = [part]
             more = {"logprobs": []} if kind == "message" else {}
             yield self._place(f"response.{part['type']}.done", **where, content_index=0, text=text, **more)
             yield self._place("response.content_part.done", **where, content_index=0, part=part)
         else:
             field, event = CALL_FIELDS[kind]
-            item[field] = text
             name = {"name": item["name"]} if kind == "function_call" else {}
             yield self._place(f"response.{event}.done", **where, **name, **{field: text})
         item["status"] = status
@@ -342,6 +351,12 @@ CALL_FIELDS = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
+
+
+def _held(kind: str, text: str) -> dict[str, Any]:
+    """The fields of an item that hold what was written."""
+    part = _content(kind, text)
+    return {CALL_FIELDS[kind][0]: text} if part is None else {"content": [part]}
 
 
 def _content(kind: str, text: str) -> dict[str, Any] | None:

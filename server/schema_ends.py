@@ -19,6 +19,10 @@ SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 def check_ends(schema: Mapping[str, Any] | bool, where: str, param: str) -> None:
     """raises BadRequestError. The schema's shape is that of a schema"""
+    if schema is False:
+        raise BadRequestError(
+            f"{where}: the schema `false` allows no JSON text at all; use `true` for any.", param=param
+        )
     endings = Endings(schema)
     for _ in range(MAX_ROUNDS):
         num_known = len(endings.known)
@@ -27,8 +31,8 @@ def check_ends(schema: Mapping[str, Any] | bool, where: str, param: str) -> None
             return
         if len(endings.known) == num_known:
             raise BadRequestError(
-                f"{where}: no JSON text of this schema ever ends, since it requires itself inside of itself; leave a "
-                "way out, such as null, an optional property or an empty list.",
+                f"{where}: no JSON text of this schema ever ends, since it requires itself inside of itself, or what "
+                "`false` forbids; leave a way out, such as null, an optional property or an empty list.",
                 param=param,
             )
 

@@ -254,6 +254,7 @@ class ScriptedEngine:
             device="script",
             num_drafts=0,
             max_num_requests=self._max_num_requests,
+            max_queued_requests=self._max_queued_requests,
             kv_cache_tokens=max_model_len * self._max_num_requests,
         )
 

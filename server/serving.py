@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import ServerConfig
-from engine import Engine, EngineError, Request, UnavailableError
+from engine import Engine, EngineError, QueueFullError, Request, UnavailableError
 from server.body import HeldBytes
 from server.checkpoint import TextFiles, TextFilesError, load_text_files
 from server.errors import OverloadedError
@@ -82,7 +83,11 @@ class Serving:
         """Admitted requests. raises what the engine refuses them with"""
         generation = Generation(self.engine, requests, self.metrics)
         self._generations.add(generation)
-        await generation.submit()
+        try:
+            await generation.submit()
+        except QueueFullError as error:
+            # the engine knows what waits, not how long it will
+            raise QueueFullError(str(error), math.ceil(self.metrics.pace.wait_s(len(requests)))) from error
         return generation
 
     def end_all(self) -> None:

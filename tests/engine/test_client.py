@@ -76,6 +76,7 @@ def test_a_life(checkpoint_dir):
         assert client.state == "ready"
         assert client.info.max_model_len == 1024
         assert client.info.num_drafts == 3
+        assert client.info.max_queued_requests == 1
         assert await asyncio.gather(*(collect(client, each) for each in requests)) == expected
         await until(lambda: client.stats.num_running == 0)
         assert client.stats.num_output_tokens == 100

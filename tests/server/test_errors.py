@@ -1,6 +1,7 @@
 """Bad input is answered with a 4xx that says what to change; nothing a client sends makes a 500."""
 
 import json
+import math
 
 import openai
 import pytest
@@ -20,6 +21,7 @@ from server.errors import (
     SlowRequestError,
     body_for,
 )
+from server.pace import UNKNOWN_S, Pace
 from tests.server.live import NAME, running
 from tests.server.test_chat import TOOLS, ask
 
@@ -369,7 +371,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(checkpoint, tmp_path):
         answer = busy.post(ask("slow", stream=True))
         assert refusal(answer, 503)["code"] == "server_is_overloaded"
         assert "max_queued_requests" in answer.json()["error"]["message"]
-        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["retry-after"] == str(math.ceil(UNKNOWN_S))
         # n choices are admitted together or not at all
         refusal(busy.post(ask("hi", n=2)), 503)
         # one that leaves while it waits makes room at once
@@ -380,6 +382,25 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(checkpoint, tmp_path):
             stream.close()
         busy.wait_until(lambda: busy.engine.stats.num_running + busy.engine.stats.num_waiting == 0)
         assert busy.post(ask("hi")).status_code == 200
+        # what an idle engine would not take either is no matter of time
+        answer = busy.post(ask("hi", n=3))
+        assert refusal(answer, 400)["param"] == "n"
+        assert "max_num_requests" in answer.json()["error"]["message"]
+        assert refusal(busy.post({"model": NAME, "prompt": ["a", "b"], "n": 2}, "/v1/completions"))["param"] == "n"
+
+
+def test_the_time_to_come_back_is_that_of_the_latest_ends():
+    now = [100.0]
+    pace = Pace(lambda: now[0])
+    pace.ended()
+    assert pace.wait_s(1) == UNKNOWN_S
+    for _ in range(40):
+        now[0] += 2.0
+        pace.ended()
+    # sixteen ends in thirty seconds; and then nothing for as long again
+    assert pace.wait_s(1) == 30.0 / 16
+    now[0] += 34.0
+    assert pace.wait_s(3) == 3 * 64.0 / 16
 
 
 PAIRS = [

@@ -109,6 +109,13 @@ def test_the_stream_joins_to_the_whole(live, text, fields):
     assert events[-2]["delta"]["stop_sequence"] == answer["stop_sequence"]
 
 
+@pytest.mark.parametrize(("kind", "first"), [("enabled", "thinking"), ("adaptive", "thinking"), ("disabled", "text")])
+def test_thinking_is_of_three_kinds(live, kind, first):
+    assert whole(live, "hi", thinking={"type": kind})["content"][0]["type"] == first
+    answer = live.post(ask("hi", thinking={"type": f"{kind}?"}), PATH)
+    assert answer.status_code == 400 and "thinking.type" in answer.json()["error"]["message"]
+
+
 def test_the_order_of_a_thought_a_text_and_a_call(live):
     answer = whole(live, "call the tool", tools=TOOLS, **THINK)
     assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]

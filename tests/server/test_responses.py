@@ -177,6 +177,11 @@ def test_errors_after_the_headers(live):
     events = streamed(live, "die soon")
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["message"]
+    # what was produced is told once more, as far as it came
+    (item,) = events[-1]["response"]["output"]
+    deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", deltas)
+    assert deltas.startswith("one")
     live.wait_until(lambda: live.serving.state == "ready")
 
 

@@ -57,6 +57,13 @@ def test_endless(schema):
     assert caught.value.param == "response_format"
 
 
+def test_no_text_at_all_is_told_as_that():
+    with pytest.raises(BadRequestError, match="`false` allows no JSON text"):
+        check_ends(False, "response_format", "response_format")
+    with pytest.raises(BadRequestError, match="`false` forbids"):
+        check_ends({"type": "object", "required": ["a"], "properties": {"a": False}}, "x", "x")
+
+
 @pytest.mark.parametrize("schema", ENDING)
 def test_ending(schema):
     check_ends(schema, "response_format", "response_format")
