@@ -19,20 +19,27 @@ from engine.loading import load_engine
 from engine.models.qwen3_5 import KVLayers
 from engine.schedule import Chunk
 
+# a chunk of no more tokens is computed whole: what is new of a prompt that comes back costs what it costs
+SHORT = 512
+
 
 class FilledRunner(DeviceRunner):
-    """Computes the last block of each chunk alone."""
+    """Computes the last block of each long chunk alone."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         fill_kv(self._state.kv)
 
     def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
-        return super()._forward_prompts([replace(c, start=max(c.start, c.end - BLOCK_SIZE)) for c in chunks])
+        return super()._forward_prompts([replace(c, start=_first_computed(c)) for c in chunks])
 
     def _begin(self, chunk: Chunk) -> None:
         super()._begin(chunk)
         fill_state(self._states, chunk.state.slot)
+
+
+def _first_computed(chunk: Chunk) -> int:
+    return chunk.start if chunk.end - chunk.start <= SHORT else chunk.end - BLOCK_SIZE
 
 
 def fill_kv(kv: KVLayers) -> None:

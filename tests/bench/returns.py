@@ -41,6 +41,10 @@ class ReturnsConfig(Section):
     others: int = Field(default=5, ge=0)
     repeats: int = Field(default=3, ge=1)
     kills: bool = True
+    fills: bool = False
+    """Fill the KV cache and the states with random numbers instead of computing long prompts, on a GPU; what comes back
+    is copied and continued as ever, only that "new" says nothing."""
+
     out: Path | None = None
 
 
@@ -56,7 +60,7 @@ class Returns:
         self.report: dict[str, Any] = {}
 
     async def measure(self) -> None:
-        client = EngineClient(self._engine)
+        client = EngineClient(self._engine, "engine.bench_filled" if self._config.fills else "engine.process")
         await client.start()
         try:
             self._conversation = self._text(client, self._config.prompt_tokens - self._config.new_tokens)
