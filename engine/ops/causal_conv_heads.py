@@ -80,12 +80,27 @@ def causal_conv_heads_triton(
 
 
 @triton.jit
-def rows_before(x_at, inputs_at, row, live, BACK: tl.constexpr, x_stride, channels):
-    """The inputs BACK rows before the rows: of the request itself or, before its first one, those kept of its past."""
+def weighted_rows(x_at, inputs_at, weight_at, row, live, x_stride, channels, IS_FIRST: tl.constexpr):
+    """The sum of every row's last four inputs times their weights."""
+    acc = rows_before(x_at, inputs_at, row, live, 3, x_stride, channels, IS_FIRST) * tl.load(weight_at)[None, :]
+    acc += rows_before(x_at, inputs_at, row, live, 2, x_stride, channels, IS_FIRST) * tl.load(weight_at + 1)[None, :]
+    acc += rows_before(x_at, inputs_at, row, live, 1, x_stride, channels, IS_FIRST) * tl.load(weight_at + 2)[None, :]
+    acc += rows_before(x_at, inputs_at, row, live, 0, x_stride, channels, IS_FIRST) * tl.load(weight_at + 3)[None, :]
+    return acc
+
+
+@triton.jit
+def rows_before(x_at, inputs_at, row, live, BACK: tl.constexpr, x_stride, channels, IS_FIRST: tl.constexpr):
+    """The inputs BACK rows before the rows: of the request itself or, before its first one, those kept of its past.
+
+    IS_FIRST  the request's first row may be among the rows
+    """
     source = row - BACK
-    own = tl.load(x_at + source.to(tl.int64)[:, None] * x_stride, mask=(live & (source >= 0))[:, None], other=0.0)
-    past = tl.load(inputs_at + (source + 3)[:, None] * channels, mask=(live & (source < 0))[:, None], other=0.0)
-    return own.to(tl.float32) + past
+    held = live & (source >= 0) if IS_FIRST else live
+    own = tl.load(x_at + source.to(tl.int64)[:, None] * x_stride, mask=held[:, None], other=0.0).to(tl.float32)
+    if IS_FIRST:
+        own += tl.load(inputs_at + (source + 3)[:, None] * channels, mask=(live & (source < 0))[:, None], other=0.0)
+    return own
 
 
 @triton.jit(do_not_specialize=["x_stride", "inputs_stride"])
@@ -106,10 +121,10 @@ def causal_conv_heads_kernel(
         inputs_ptr += tl.load(slots_ptr + request).to(tl.int64) * inputs_stride
         inputs_at = inputs_ptr + channel[None, :]
         weight_at = weight_ptr + channel * 4
-        acc = rows_before(x_at, inputs_at, row, live, 3, x_stride, channels) * tl.load(weight_at)[None, :]
-        acc += rows_before(x_at, inputs_at, row, live, 2, x_stride, channels) * tl.load(weight_at + 1)[None, :]
-        acc += rows_before(x_at, inputs_at, row, live, 1, x_stride, channels) * tl.load(weight_at + 2)[None, :]
-        acc += rows_before(x_at, inputs_at, row, live, 0, x_stride, channels) * tl.load(weight_at + 3)[None, :]
+        if block == 0:
+            acc = weighted_rows(x_at, inputs_at, weight_at, row, live, x_stride, channels, True)
+        else:
+            acc = weighted_rows(x_at, inputs_at, weight_at, row, live, x_stride, channels, False)
         y = (acc * tl.sigmoid(acc)).to(y_ptr.dtype.element_ty)
         place = first_row + row
         tl.store(y_ptr + place[:, None] * channels + channel[None, :], y, mask=live[:, None])

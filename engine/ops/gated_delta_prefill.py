@@ -332,14 +332,17 @@ def delta_scan_kernel(
             within = tl.load(within_ptr + here * (64 * 64) + square)
             within_low = tl.load(within_ptr + within_stride + here * (64 * 64) + square)
             fresh = tl.load(fresh_ptr + here * (dim * 64) + values[:, None] * 64 + lane[None, :])
+            # before the products, behind which nobody would wait for them
             factors_at = factors_ptr + here * (3 * 64)
+            query_factors, key_factors = tl.load(factors_at + lane), tl.load(factors_at + 64 + lane)
+            kept = tl.load(factors_at + 128)
             high, low = in_two_parts(state, PORTABLE)
             taken = multiply(high, tl.trans(stale), tl.zeros([VALUES, 64], tl.float32), PORTABLE)
             taken = multiply(high, tl.trans(stale_low), taken, PORTABLE)
             taken = multiply(low, tl.trans(stale), taken, PORTABLE)
             output = multiply(high, tl.trans(query), tl.zeros([VALUES, 64], tl.float32), PORTABLE)
             output = multiply(low, tl.trans(query), output, PORTABLE)
-            output = output * tl.load(factors_at + lane)[None, :]
+            output = output * query_factors[None, :]
             u = fresh - taken
             high, low = in_two_parts(u, PORTABLE)
             output = multiply(high, tl.trans(within), output, PORTABLE)
@@ -347,8 +350,8 @@ def delta_scan_kernel(
             output = multiply(low, tl.trans(within), output, PORTABLE)
             target = y_at + (chunk * 64 + lane)[None, :] * (value_heads * dim) + values[:, None]
             tl.store(target, output, mask=(chunk * 64 + lane < rows)[None, :])
-            high, low = in_two_parts(u * tl.load(factors_at + 64 + lane)[None, :], PORTABLE)
-            state = state * tl.load(factors_at + 128)
+            high, low = in_two_parts(u * key_factors[None, :], PORTABLE)
+            state = state * kept
             state = multiply(high, key, state, PORTABLE)
             state = multiply(low, key, state, PORTABLE)
         tl.store(state_at, state)
