@@ -142,6 +142,21 @@ stream_idle_timeout_ms = {1000 * SILENCE_S}
     }
 
 
+def patching_codex(work: Path) -> "Agent":
+    """Codex that edits with a tool of free text, as it does for models whose entry in its catalogue says so."""
+    shown = subprocess.run([CODEX.program("codex"), "debug", "models"], capture_output=True, check=True, timeout=RUN_S)
+    models = json.loads(shown.stdout)["models"]
+    model = next(one for one in models if one["apply_patch_tool_type"] == "freeform" and not one.get("tool_mode"))
+    catalog = work / "catalog.json"
+    catalog.write_text(json.dumps({"models": [model | {"slug": MODEL}]}))
+
+    def settings(url: str) -> dict[str, object]:
+        ((file, text),) = _codex_settings(url).items()
+        return {file: f"model_catalog_json = {json.dumps(str(catalog))}\n{text}"}
+
+    return dataclasses.replace(CODEX_EXEC, settings=settings)
+
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 THINKING = {"options": {"thinking": {"type": "enabled", "budgetTokens": 4000}}}
 MINI = Agent("mini-swe-agent", MINI_SWE_AGENT, "mini.jsonl", CHAT, _mini, environment=MINI_ENVIRONMENT)

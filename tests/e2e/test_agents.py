@@ -19,6 +19,7 @@ from tests.e2e.headless import (
     OPENCODE_MESSAGES,
     QWEN,
     SILENCE_S,
+    patching_codex,
 )
 from tests.e2e.recorded import recorded_stack, write_script
 from tests.e2e.recorder import write_trace
@@ -31,6 +32,7 @@ BLOCK = 64
 LONG_TURNS = 30
 NARROW = 1000
 GROWTH_BYTES = 48 << 20
+PATCHED = 'PATCHED = "</parameter> \\\\n 日本"\n'
 
 
 class Counts(NamedTuple):
@@ -207,6 +209,22 @@ def test_codex_calls_functions_in_namespaces(stack, work):
     call, output = exchanges[1].request.json["input"][-2:]
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
     assert output["type"] == "function_call_output" and output["output"].startswith("invalid agent id nobody-of-codex")
+
+
+def test_codex_patches_with_a_tool_of_free_text(stack, work):
+    require(CODEX_EXEC.client)
+    printed, exchanges = run(patching_codex(work), stack, work, f"Patch of {CODEX_EXEC.name}: make a file.")
+    assert (CODEX_EXEC.project(work) / "patched.py").read_text() == PATCHED
+    assert [told(exchange)[0] for exchange in exchanges] == ["custom_tool_call", "message"]
+    assert "apply_patch" in [
+        tool.get("name") for tool in exchanges[0].request.json["tools"] if tool["type"] == "custom"
+    ]
+    call, output = exchanges[1].request.json["input"][-2:]
+    assert (call["type"], output["type"]) == ("custom_tool_call", "custom_tool_call_output")
+    assert "It is patched." in printed
+    # what it sends back renders as it was written
+    first, second = (told(exchange)[1] for exchange in exchanges)
+    assert second.cached == first.prompt // BLOCK * BLOCK
 
 
 def test_a_long_conversation_stays_in_the_cache_and_nothing_grows(stack, work):

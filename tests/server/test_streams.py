@@ -12,6 +12,7 @@ import pytest
 
 from config.listen import KEEP_ALIVE_S
 from server.sse import EventStream
+from server.tokens import TextEncoder
 from tests.server.live import NAME, events, running
 from tests.server.test_chat import TOOLS, ask
 
@@ -169,6 +170,23 @@ def test_five_at_once(live):
     for thread in threads:
         thread.join()
     assert answers == ["The quick brown fox jumps"] * 5
+
+
+def test_leaving_costs_no_reading_of_the_prompt(live, monkeypatch):
+    """Long prompts that leave together would hold everybody up."""
+    read = []
+    encode = TextEncoder._encode
+    monkeypatch.setattr(TextEncoder, "_encode", lambda self, *parts: read.append(1) or encode(self, *parts))
+    rest = "word " * 3000
+    clients = [connect(live, ask(f"{rest} prefill forever", stream=True)) for _ in range(8)]
+    for client in clients:
+        read_until(client, b"assistant")
+    count = len(read)
+    assert count >= len(clients)
+    for client in clients:
+        reset(client)
+    live.wait_until(lambda: is_idle(live))
+    assert len(read) == count
 
 
 def test_metrics_tell_what_happened(live):
