@@ -93,7 +93,7 @@ class Readback:
 
     def __init__(self, record: Record, states: Sequence[RequestState], num_rows: int) -> None:
         self.states = states
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._numbers = record.numbers.to("cpu", non_blocking=True)
         self._logprobs = record.logprobs and record.logprobs.to_host()
 
@@ -103,9 +103,9 @@ class Readback:
 
     def _outcome(self, place: int, numbers: list[int]) -> Outcome:
         num_tokens, num_drafts, *token_ids = numbers
-        drafts = token_ids[self._num_rows : self._num_rows + num_drafts]
+        drafts = token_ids[self.num_rows : self.num_rows + num_drafts]
         num_top = self.states[place].request.sampling.logprobs
-        logprobs = () if num_top is None else self._logprobs_of(place * self._num_rows, num_tokens, num_top)
+        logprobs = () if num_top is None else self._logprobs_of(place * self.num_rows, num_tokens, num_top)
         return Outcome(tuple(token_ids[:num_tokens]), logprobs, tuple(drafts))
 
     def _logprobs_of(self, first: int, count: int, num_top: int) -> tuple[TokenLogprob, ...]:
@@ -225,7 +225,9 @@ class DeviceRunner:
         outcomes = []
         for readback in readbacks:
             for state, outcome in zip(readback.states, readback.outcomes(), strict=True):
-                outcomes.append(self._as_verified(state, outcome))
+                # it verified those drafts alone that it had rows for: the fewer, the more requests share a pass
+                state.draft_token_ids = state.draft_token_ids[: readback.num_rows - 1]
+                outcomes.append(outcome)
                 # after an abort the id may stand for another request already
                 is_there = state.status is RequestStatus.RUNNING
                 if is_there and (matcher := self._constraints.get(state.request.request_id)):
@@ -261,12 +263,6 @@ class DeviceRunner:
 
     def _rows_per_request(self, requests: int) -> int:
         return rows_per_request(requests, self._pass.num_drafts)
-
-    def _as_verified(self, state: RequestState, outcome: Outcome) -> Outcome:
-        """With those drafts alone that the pass after it, if it is launched, has room for."""
-        most = self._rows_per_request(len(self._schedule.decodes)) - 1 if state in self._schedule.decodes else None
-        drafts = outcome.draft_token_ids[:most]
-        return Outcome(outcome.token_ids, outcome.logprobs, drafts)
 
     def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
         spans = spans_of(Schedule(tuple(chunks)))

@@ -60,6 +60,16 @@ def test_every_draft_of_a_perfect_mtp_is_accepted(tmp_path):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 40
 
 
+def test_drafts_count_that_a_pass_had_rows_for(tmp_path):
+    """Nine requests decode in turns, of which not every one has room for all drafts that followed the one before."""
+    path = write_checkpoint(tmp_path, MOE, GEOMETRY, edit=transparent)
+    _, ahead = pair(path, num_drafts=7, max_num_requests=9, kv_cache_tokens=8192)
+    requests = [request(str(i), prompt(i, 20), max_tokens=20 + i) for i in range(9)]
+    generate(ahead, *requests)
+    stats = ahead.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 80
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_stop_drops_what_came_after_it(checkpoint_dir, num_drafts):
     in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts)
