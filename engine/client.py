@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -99,6 +100,8 @@ class EngineClient:
         self._delay_s = FIRST_DELAY_S
         self._next_start = 0.0
         self._host_file: int | None = None
+        # by id, answers to come whose submits were cancelled
+        self._unheard: Counter[str] = Counter()
 
     @property
     def state(self) -> EngineState:
@@ -144,11 +147,13 @@ class EngineClient:
         try:
             await child.send(Submit(request))
             await stream.admitted()
-        except EngineError:
-            self._streams.pop(request.request_id, None)
-            raise
         except asyncio.CancelledError:
+            if not stream.is_admitted:
+                self._unheard[request.request_id] += 1
             await self._leave(request.request_id)
+            raise
+        except Exception:
+            self._streams.pop(request.request_id, None)
             raise
 
     def follow(self, request_id: str, follower: Follower) -> None:
@@ -323,7 +328,10 @@ class EngineClient:
                         if stream.is_finished and stream.is_followed:
                             del self._streams[event.request_id]
             case Answer(request_id=request_id):
-                if stream := self._streams.get(request_id):
+                if self._unheard[request_id]:
+                    # that of a submit which nobody waits for any more, not of one that came after it
+                    self._unheard -= Counter((request_id,))
+                elif stream := self._streams.get(request_id):
                     _answer(stream, message)
 
     def _is_busy(self) -> bool:
@@ -342,6 +350,7 @@ class EngineClient:
         self._state = "restarting"
         self._end = reason
         self._stats = EngineStats()
+        self._unheard.clear()
         self._plan_start()
         self._fail_streams(f"the engine died while it worked on this request: {_last_line(reason)}")
 

@@ -24,7 +24,7 @@ class TokenStream:
 
     @property
     def is_admitted(self) -> bool:
-        return self._admitted.done()
+        return self._admitted.done() and not self._admitted.cancelled()
 
     async def admitted(self) -> None:
         """Waits until the engine took the request. raises  the error that the stream failed with"""

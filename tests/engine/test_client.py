@@ -21,7 +21,8 @@ from engine import (
     SamplingError,
 )
 from engine.errors import EngineError
-from engine.request import Constraint, TokenEvent, TokenLogprob
+from engine.messages import Abort, Answer, Stepped, Submit
+from engine.request import Constraint, EngineInfo, EngineStats, TokenEvent, TokenLogprob
 from engine.token_stream import TokenStream
 from tests.engine.checkpoints import DENSE, Geometry, write_checkpoint
 from tests.engine.runtime import engine, generate, request, settings
@@ -188,6 +189,60 @@ async def fills_its_queue(client):
     # nobody reads them, so nothing else would forget them
     assert not client._streams
     await until(lambda: client.stats.num_aborted == aborted + 2)
+
+
+class Child:
+    """A process that says nothing of its own accord."""
+
+    def __init__(self, error=None):
+        self.sent, self.error = [], error
+
+    async def send(self, message):
+        if self.error is not None:
+            raise self.error
+        self.sent.append(message)
+
+
+def ready_client(child):
+    client = EngineClient(settings(ROOT))
+    client._child, client._state = child, "ready"
+    client._info = EngineInfo("", 100, 100, "cpu", 0, 8, 6400)
+    return client
+
+
+def test_an_answer_that_nobody_waits_for_is_not_that_of_the_next_request():
+    async def scenario():
+        client = ready_client(Child())
+        cancelled = asyncio.create_task(client.submit(request("a", [1], max_tokens=9)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        submitted = asyncio.create_task(client.submit(request("a", [2], max_tokens=1)))
+        await asyncio.sleep(0)
+        assert [type(message) for message in client._child.sent] == [Submit, Abort, Submit]
+        # in the order in which an engine says it
+        client._receive(Answer("a"))
+        client._receive(Stepped([TokenEvent("a", (7,))], EngineStats()))
+        await asyncio.sleep(0)
+        assert not submitted.done()
+        client._receive(Answer("a"))
+        await submitted
+        client._receive(Stepped([TokenEvent("a", (8,), (), "length")], EngineStats()))
+        assert [event.token_ids async for event in client.stream("a")] == [(8,)]
+        assert not client._streams and not client._unheard
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_sent_is_forgotten():
+    async def scenario():
+        client = ready_client(Child(OverflowError("too large")))
+        for _ in range(2):
+            with pytest.raises(OverflowError):
+                await client.submit(request("a", [1]))
+        assert not client._streams
+
+    asyncio.run(scenario())
 
 
 def test_kill_under_load_fails_the_requests_and_the_engine_comes_back(checkpoint_dir):
