@@ -34,6 +34,9 @@ class RoundedNorm(RMSNorm):
     def __call__(self, x):
         return super().__call__(x).bfloat16().double()
 
+    def of_prompt(self, x):
+        return tuple(part.bfloat16().double() for part in super().of_prompt(x))
+
 
 class Passes:
     """One part of one layer after another over the same memory, as a GPU left it."""
