@@ -211,11 +211,11 @@ class Scheduler:
 
     def _check_queue(self, state: RequestState) -> None:
         if len(self._waiting) >= self._max_queued_requests:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already, which is the most that may: try again")
+            raise QueueFullError(f"{len(self._waiting)} requests wait already (max_queued_requests): try again later")
         num_tokens = self._num_waiting_tokens() + state.num_prompt_tokens
         if num_tokens > self._max_queued_tokens:
             raise QueueFullError(
-                f"{num_tokens} prompt tokens would wait, but {self._max_queued_tokens} is the most that may: try again"
+                f"{num_tokens} prompt tokens would wait, of {self._max_queued_tokens} (max_queued_tokens): try again later"
             )
 
     def _num_waiting_tokens(self) -> int:
