@@ -215,7 +215,7 @@ class Scheduler:
         num_tokens = self._num_waiting_tokens() + state.num_prompt_tokens
         if num_tokens > self._max_queued_tokens:
             raise QueueFullError(
-                f"{num_tokens} prompt tokens would wait, of {self._max_queued_tokens} (max_queued_tokens): try again later"
+                f"{num_tokens} prompt tokens would wait of {self._max_queued_tokens} (max_queued_tokens): try again"
             )
 
     def _num_waiting_tokens(self) -> int:
