@@ -19,12 +19,15 @@ MarksOf = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step. A step with prompt tokens reads all weights once (chunk_ms); each token then costs
-    1 / prefill_tok_s at the beginning of a context, twice that after half_speed_tokens, and so on. A decoding request
-    costs its share of the products and of its own context."""
+    """Seconds of a step. A step with prompt tokens reads all weights once (chunk_ms) and each chunk the context before
+    it (chunk_context_ms of a thousand tokens); each token then costs 1 / prefill_tok_s at the beginning of a context,
+    twice that after half_speed_tokens, and so on; and however little that is, it has to be launched (launch_ms). A
+    decoding request costs its share of the products and of its own context."""
 
     step_ms: float = 0.1
+    launch_ms: float = 0.0
     chunk_ms: float = 4.0
+    chunk_context_ms: float = 0.0
     prefill_tok_s: float = 50_000.0
     half_speed_tokens: float = 70_000.0
     decode_ms: float = 1.4
@@ -34,8 +37,10 @@ class Costs:
 
     def seconds(self, schedule: Schedule) -> float:
         """decode_more_ms of each further request, decode_context_ms of each thousand tokens of context."""
-        total_ms = self.step_ms + sum(self._chunk_ms(chunk.start, chunk.end) for chunk in schedule.chunks)
-        total_ms += self.chunk_ms * bool(schedule.chunks)
+        total_ms = self.step_ms
+        if schedule.chunks:
+            chunks_ms = self.chunk_ms + sum(self._chunk_ms(chunk.start, chunk.end) for chunk in schedule.chunks)
+            total_ms += max(self.launch_ms, chunks_ms)
         total_ms += self.restore_ms * sum(chunk.restored is not None for chunk in schedule.chunks)
         if schedule.decodes:
             context = sum(len(state.token_ids) for state in schedule.decodes)
@@ -44,7 +49,8 @@ class Costs:
         return total_ms / 1000
 
     def _chunk_ms(self, start: int, end: int) -> float:
-        return (end - start) / self.prefill_tok_s * (1 + (start + end) / 2 / self.half_speed_tokens) * 1000
+        tokens_ms = (end - start) / self.prefill_tok_s * (1 + (start + end) / 2 / self.half_speed_tokens) * 1000
+        return tokens_ms + self.chunk_context_ms * start / 1000
 
 
 @dataclass(slots=True)
