@@ -16,6 +16,9 @@ from engine.ops.halved import halved, halved_column
 from engine.ops.quantized_dot import groups_of, is_interpreted
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_weight
 
+# programs that leave much of a card idle
+FEW_PROGRAMS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
@@ -129,7 +132,8 @@ def _multiply(
     if shape is None and is_worth_dequantizing(x.device, len(x)) and x.stride(0) % 8 == 0:
         dequantized_matmul_triton(x, weight, y, **options)
     else:
-        launch_matmul(x, weight, y, shape or shape_of(x.device, len(x), is_paired=is_swiglu), **options)
+        chosen = shape or shape_of(x.device, len(x), is_paired=is_swiglu, outputs=weight.rows)
+        launch_matmul(x, weight, y, chosen, **options)
 
 
 def quantized_mlp_triton(
@@ -150,8 +154,8 @@ def quantized_mlp_triton(
     return y
 
 
-def shape_of(device: torch.device, rows: int, *, is_paired: bool = False) -> MatmulShape:
-    return matmul_shape_for(_capability(device), rows, is_paired)
+def shape_of(device: torch.device, rows: int, *, is_paired: bool = False, outputs: int | None = None) -> MatmulShape:
+    return matmul_shape_for(_capability(device), rows, is_paired, outputs)
 
 
 def down_shape_of(device: torch.device, rows: int) -> MatmulShape:
@@ -162,12 +166,22 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if is_interpreted() else torch.cuda.get_device_capability(device)
 
 
-def matmul_shape_for(capability: tuple[int, int], rows: int, is_paired: bool) -> MatmulShape:
+def matmul_shape_for(
+    capability: tuple[int, int], rows: int, is_paired: bool, outputs: int | None = None
+) -> MatmulShape:
     """As measured on an H200.
 
+    outputs    rows of the matrix, where there is one: its programs alone fill the card
     rows       that share a matrix, on average
     is_paired  gates beside ups, where experts' last block of rows is seldom full
     """
+    shape = _widest_shape(capability, rows, is_paired)
+    if outputs is None or triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n) >= FEW_PROGRAMS:
+        return shape
+    return MatmulShape(64, 64, 4, 4)
+
+
+def _widest_shape(capability: tuple[int, int], rows: int, is_paired: bool) -> MatmulShape:
     # few shapes, because each is compiled
     if is_paired and rows < 32:
         return MatmulShape(16, 128, 4, 3)

@@ -241,3 +241,12 @@ def test_dequantizing_compiles(bits):
     types = {"bytes_ptr": "*i8", "scales_ptr": "*fp16", "target_ptr": "*bf16"}
     types |= dict.fromkeys(("first_tile", "tiles", "groups", "up_tile"), "i32")
     compiled(dequantized_matmul.dequantize_kernel, 90, types, {"BITS": bits, "BLOCK": 4, "IS_SWIGLU": True}, 4)
+
+
+def test_few_rows_are_spread_over_more_programs():
+    large = (9, 0)
+    # an output matrix of the 35B: 64 rows took eight programs
+    assert matmul_shape_for(large, 64, False, 2048).block_n == 64
+    assert matmul_shape_for(large, 512, False, 2048).block_m == 64
+    assert matmul_shape_for(large, 8192, False, 2048) == matmul_shape_for(large, 8192, False)
+    assert matmul_shape_for((8, 6), 4096, False, 2048) == MatmulShape(64, 128, 4, 3)
