@@ -145,6 +145,10 @@ class Scheduler:
         self._reuse.settle()
         return events
 
+    def expect(self, num_prompt_tokens: int, seconds: float) -> None:
+        """What a step of so many prompt tokens takes, before there were any."""
+        self._budget.observe(num_prompt_tokens, False, seconds)
+
     def observe(self, schedule: Schedule, seconds: float) -> None:
         """What a schedule took, for the size of those to come."""
         num_tokens = sum(chunk.end - chunk.start for chunk in schedule.chunks)
