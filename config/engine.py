@@ -37,6 +37,16 @@ class EngineConfig(Section):
     memory_bytes: ByteSize | None = Field(default=None, ge=2**20)
     """Memory that the engine may take in all, like 24GiB; what is free at its start when not set."""
 
+    embedding_memory: Literal["device", "host"] = "device"
+    """Where the table of input embeddings lies. `host`: in pinned host memory, from which a GPU reads the rows that it
+    needs; saves the table's size on the card and costs next to nothing. Means nothing on a CPU, or where the table is
+    the output head too."""
+
+    mtp_window: int | None = Field(default=None, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
+    """Newest tokens that MTP attends to when it drafts, beside the first 64 of a context, so that its keys and values
+    take so much for each request instead of a share of the KV cache; all tokens when not set. Changes which drafts are
+    accepted, never what is answered."""
+
     yarn: bool = False
     """Positions four times as far as the checkpoint's own limit, to at most 1,010,000, as it documents (YaRN). Changes
     every answer a little, so only for prompts that need it."""
@@ -48,8 +58,8 @@ class EngineConfig(Section):
     """Prompt tokens that may wait in all; more are refused with 503."""
 
     prefill_chunk: int | None = Field(default=None, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
-    """Prompt tokens computed in one step, at most; decoding requests get a token between two chunks. 4,096 on a GPU,
-    where launching a step costs as much as a thousand tokens, and 512 on a CPU when not set."""
+    """Prompt tokens computed in one step, at most; decoding requests get a token between two chunks. When not set, 512
+    on a CPU, and on a GPU, where launching a step costs as much as a thousand tokens, 4,096 or as many as fit."""
 
     longest_gap_ms: float | None = Field(default=None, gt=0)
     """Longest time between two tokens of an answer while prompts are computed beside it: chunks are made as small as

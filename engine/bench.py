@@ -29,6 +29,10 @@ from config.section import Section
 from engine import EngineClient, EngineError, EngineInfo, Request, SamplingParams
 from engine.models.config import MoeConfig, read_config
 
+# an RTX 4090's memory as specified. The projection takes it for as well used as this card's; where the host or the
+# launches decide, a smaller card would do better than that
+RTX_4090_BYTES_PER_S = 1.008e12
+
 
 class BenchConfig(Section):
     """What is measured: every prompt length with every number of requests at once."""
@@ -168,6 +172,8 @@ async def measure_row(
         "ttft_s": None if bench.fills else round(min(t.first_s for t in timings), 3),
         "prefill_tok_s": None if bench.fills else round(num_prompt_tokens * count / first_s, 1),
         "decode_tok_s": round(rate, 1),
+        "decode_tok_s_each": round(rate / count, 1),
+        "decode_tok_s_each_on_4090": None if copied is None else round(rate / count * RTX_4090_BYTES_PER_S / copied, 1),
         "step_bytes": step_bytes,
         # with drafts, a step gives several tokens and reads MTP's weights too
         "bandwidth_share": None

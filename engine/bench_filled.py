@@ -16,7 +16,7 @@ from engine.cache.state_cache import StateCache
 from engine.device_runner import DeviceRunner, Prompts
 from engine.engine import EngineCore
 from engine.loading import load_engine
-from engine.models.qwen3_5 import KVLayers
+from engine.models.qwen3_5 import AllKVLayers
 from engine.schedule import Chunk
 
 # a chunk of no more tokens is computed whole: what is new of a prompt that comes back costs what it costs
@@ -42,7 +42,7 @@ def _first_computed(chunk: Chunk) -> int:
     return chunk.start if chunk.end - chunk.start <= SHORT else chunk.end - BLOCK_SIZE
 
 
-def fill_kv(kv: KVLayers) -> None:
+def fill_kv(kv: AllKVLayers) -> None:
     """Numbers, codes and scales under which no token is worth much more than another."""
     for layer in kv.layers:
         for tensor in (value for each in fields(layer) if isinstance(value := getattr(layer, each.name), torch.Tensor)):

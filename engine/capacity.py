@@ -10,9 +10,12 @@ from engine.planner import (
     Demand,
     check_fits,
     context_limit,
+    fits,
+    gib,
     largest_kv_tokens,
     num_snapshots,
     one_snapshot,
+    plan,
     with_most_snapshots,
 )
 
@@ -20,6 +23,7 @@ from engine.planner import (
 SHORTEST_DEFAULT = 4096
 # most prompt tokens of a step, by device
 PREFILL_CHUNKS = {"cpu": 512, "cuda": 4096}
+SMALLEST_CHUNK = 512
 DEFAULT_SNAPSHOT_BYTES = {"cuda": 4 * 2**30, "cpu": 2**30}
 # with fewer a conversation could not even return to where its user spoke last
 SNAPSHOTS_PER_REQUEST = 2
@@ -72,7 +76,7 @@ def choose_demand(config: EngineConfig, unsized: Demand, budget: int) -> Demand:
     model_limit = context_limit(unsized.config, config.yarn)
     asked = choose_capacity(config.max_model_len, config.kv_cache_tokens, model_limit)
     least, most = _snapshot_range(config, unsized)
-    demand = _sized(config, unsized, asked, least)
+    demand = _with_fitting_chunk(config, _sized(config, unsized, asked, least), budget)
     if config.max_model_len is None and config.kv_cache_tokens is None:
         chosen = shorten_to_fit(asked, largest_kv_tokens(demand, budget))
         if chosen != asked:
@@ -83,28 +87,49 @@ def choose_demand(config: EngineConfig, unsized: Demand, budget: int) -> Demand:
                 asked.max_model_len,
             )
         asked, demand = chosen, _sized(config, unsized, chosen, least)
+        demand = _with_fitting_chunk(config, demand, budget)
     check_fits(demand, budget, EngineConfig.model_fields)
-    return demand if least == most else with_most_snapshots(_sized(config, unsized, asked, most), budget)
+    if least == most:
+        return demand
+    wanted = _sized(config, unsized, asked, most).having(prefill_chunk=demand.prefill_chunk)
+    return with_most_snapshots(wanted, budget)
+
+
+def _with_fitting_chunk(config: EngineConfig, demand: Demand, budget: int) -> Demand:
+    """Where nobody asked for a size of chunks, smaller ones before a refusal."""
+    while config.prefill_chunk is None and demand.prefill_chunk > SMALLEST_CHUNK and not fits(demand, budget):
+        demand = demand.having(prefill_chunk=demand.prefill_chunk // 2)
+    return demand
 
 
 def _snapshot_range(config: EngineConfig, unsized: Demand) -> tuple[int, int]:
     """Bytes that snapshots have in any case, and at most. Where nobody asked, contexts come first."""
     if config.snapshot_bytes is not None:
         return config.snapshot_bytes, config.snapshot_bytes
-    most, one = DEFAULT_SNAPSHOT_BYTES[unsized.device], one_snapshot(unsized.config, unsized.activation_bytes)
+    most, one = DEFAULT_SNAPSHOT_BYTES[unsized.device], one_snapshot(unsized)
     return min(most, SNAPSHOTS_PER_REQUEST * config.max_num_requests * one), most
 
 
 def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity, snapshot_bytes: int) -> Demand:
-    count = num_snapshots(unsized.config, unsized.activation_bytes, snapshot_bytes, capacity.num_blocks)
-    return unsized.having(
+    demand = unsized.having(
         context=capacity.max_model_len,
         kv_cache_tokens=capacity.kv_cache_tokens,
         num_requests=config.max_num_requests,
         num_drafts=config.num_drafts if unsized.config.has_mtp else 0,
-        num_snapshots=count if config.prefix_caching else 0,
         prefill_chunk=config.prefill_chunk or PREFILL_CHUNKS[unsized.device],
     )
+    count = num_snapshots(demand, snapshot_bytes) if config.prefix_caching else 0
+    return demand.having(num_snapshots=count)
+
+
+def check_host(demand: Demand, free: int) -> None:
+    """Of a GPU's plan what lies in host memory. raises  CapacityError when so much is not free"""
+    needed = plan(demand.having(host_cache_bytes=0)).host_bytes
+    if needed > free:
+        raise CapacityError(
+            f"the embedding needs {gib(needed)} of host memory, but {gib(max(free, 0))} are free: "
+            "set embedding_memory device"
+        )
 
 
 def free_host_bytes() -> int:

@@ -19,6 +19,12 @@ from engine.messages import Failed, FromEngine, Ready, ToEngine, decode_from_eng
 SOURCE_ROOT = Path(__file__).parent.parent
 EXIT_WAIT_S = 1.0
 LAST_WORD_WAIT_S = 0.5
+ENGINE_ENVIRONMENT = {
+    # threads that spin while they wait starve the server beside them, and each other where cores are few
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # else every tensor of more than 10 MB takes whole pages of its own, half a gigabyte in all
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
 
 
 class Inbox:
@@ -167,8 +173,7 @@ def _environment() -> dict[str, str]:
     """The parent's environment, with the source tree importable from whatever directory it was started in."""
     path = os.environ.get("PYTHONPATH")
     path = f"{SOURCE_ROOT}{os.pathsep}{path}" if path else str(SOURCE_ROOT)
-    # threads that spin while they wait starve the server beside them, and each other where cores are few
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
+    return {**ENGINE_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
 
 
 def _as_error(failed: Failed) -> CheckpointError | CapacityError | EngineDiedError:

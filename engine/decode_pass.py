@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.batch import ForwardBatch
-from engine.models.qwen3_5 import KVLayers, Qwen3_5, StateLayers
+from engine.models.qwen3_5 import AllKVLayers, Qwen3_5, StateLayers
 from engine.ops.accept_drafts import Accepted, accept_drafts
 from engine.ops.decode_rows import DecodeRows, decode_rows
 from engine.ops.decode_slots import DecodeSlots
@@ -40,7 +40,7 @@ class DeviceState:
     sampling: SamplingTable
     counts: TokenCounts
     block_ids: torch.Tensor
-    kv: KVLayers
+    kv: AllKVLayers
     states: StateLayers
 
 

@@ -5,7 +5,7 @@ replays. Prompts are launched op by op on the same stream. Nothing is waited for
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from engine.ops.sample_table import MIN_TEMPERATURE
 from engine.request import TokenLogprob
 from engine.sampler import has_penalties
 from engine.schedule import Chunk, Outcome, RequestState, RequestStatus, Schedule, SnapshotCopy
+from engine.speculative import Following
 from engine.tier_copy import TierCopier, written
 
 # requests of one decode pass, and rows: more are multiplied by other kernels
@@ -163,7 +164,7 @@ class DeviceRunner:
                 num_blocks = -(-(start + count) // BLOCK_SIZE)
                 self._tables.extend(slot, list(range(num_blocks)))
             rows = [RequestRows(slot, start, [0] * count) for slot, (start, count) in enumerate(parts)]
-            self._run_once(build_batch(rows, self._tables, commits=True))
+            self._run_once(rows)
         self._state.slots.numbers.zero_()
         for slot in range(self._states.num_slots):
             self._states.reset(slot)
@@ -171,15 +172,17 @@ class DeviceRunner:
         self._arrived.mark()
         self._arrived.wait()
 
-    def _run_once(self, batch: ForwardBatch) -> None:
+    def _run_once(self, rows: Sequence[RequestRows]) -> None:
+        batch = build_batch(rows, self._tables, commits=True)
         owners = Owners(batch.state_slots, batch.state_slots.int(), self._tables.ids.index_select(0, batch.state_slots))
         hidden = self._forward(batch)
-        following = self._model.forward_mtp(batch, hidden, self._state.kv) if self._pass.num_drafts else hidden
-        logits = self._model.compute_logits(self._take(hidden, batch.last_rows))
+        last = self._take(hidden, batch.last_rows)
+        proposed = self._propose(Following.of(rows, self._state.kv.window), hidden) if self._pass.num_drafts else last
+        logits = self._model.compute_logits(last)
         positions = self._take(batch.positions, batch.last_rows) + 1
         for mode in Mode:
             first = self._pass.choose_first(logits, owners, positions, mode, None)
-            self._pass.finish_first(logits, owners, first, self._take(following, batch.last_rows), mode)
+            self._pass.finish_first(logits, owners, first, proposed, mode)
 
     @torch.inference_mode()
     def launch_copies(self, schedule: Schedule) -> None:
@@ -211,6 +214,9 @@ class DeviceRunner:
             if self._copier is not None:
                 self._copier.join_arriving()
             self._sample_prompts(self._prompts)
+            for copy in self._schedule.copies:
+                assert self._snapshots is not None
+                self._snapshots.save_window(copy.index, self._state.kv, copy.slot)
         if self._forwarded is not None:
             decodes = self._schedule.decodes
             mode, num_rows = self._mode_of(decodes), self._forwarded.batch.num_rows[0]
@@ -250,6 +256,8 @@ class DeviceRunner:
         hidden = self._forwarded.hidden.view(len(self._schedule.decodes), -1, self._forwarded.hidden.shape[1])
         last = hidden[places, counts.long().clamp(1, hidden.shape[1]) - 1]
         self._snapshots.save_pending(indices, self._states, slots, counts, last)
+        for copy in copies:
+            self._snapshots.save_window(copy.index, self._state.kv, copy.slot)
 
     def _place_of(self, slot: int) -> int:
         return next(place for place, state in enumerate(self._schedule.decodes) if state.slot == slot)
@@ -289,6 +297,7 @@ class DeviceRunner:
         if chunk.restored is not None:
             assert self._snapshots is not None
             self._snapshots.restore(chunk.restored, self._states, state.slot)
+            self._snapshots.restore_window(chunk.restored, self._state.kv, state.slot)
         self._tables.begin(state.slot)
         # as if its last row were a decode pass without drafts
         row = self._state.slots.row(state.num_prompt_tokens - 1, state.token_limit)
@@ -333,7 +342,8 @@ class DeviceRunner:
         self._in_flight.append(Readback(self._pass.finish_first(logits, owners, first, hidden, mode), states, 1))
 
     def _follow(self, prompts: Prompts, chosen: torch.Tensor | None) -> torch.Tensor:
-        """MTP over all rows, each with the token after it; its hidden states of the last rows of ended prompts.
+        """MTP over the rows that it will see, each with the token after it; its hidden states of the last rows of ended
+        prompts.
 
         chosen  [ended] first tokens, or None where no prompt has ended
         """
@@ -342,13 +352,25 @@ class DeviceRunner:
             advance = advance_of(span, _PENDING if span.num_sampled else None)
             advances.append(advance if span.restored is None else after_hit(advance, hidden_row=-1))
         rows = [RequestRows(a.state.slot, a.start, a.next_token_ids) for a in advances]
-        batch = build_batch(rows, self._tables, commits=True)
-        pairs = zip(batch.last_rows, prompts.spans, strict=True)
+        following = Following.of(rows, self._state.kv.window)
+        pairs = zip(following.last_rows, prompts.spans, strict=True)
         last_rows = [row for row, span in pairs if span.num_sampled]
+        return self._propose(replace(following, last_rows=last_rows), self._standing(prompts), chosen)
+
+    def _propose(
+        self, following: Following, standing: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """MTP's hidden states of the last rows.
+
+        standing  [rows, hidden]  the target's
+        chosen    [last rows]  tokens that follow them, where the device alone knows them
+        """
+        batch = build_batch(following.rows, self._tables, commits=True)
         if chosen is not None:
-            batch.token_ids.index_copy_(0, to_device(last_rows, torch.int64, self._device), chosen)
-        hidden = self._model.forward_mtp(batch, self._standing(prompts), self._state.kv)
-        return self._take(hidden, last_rows)
+            batch.token_ids.index_copy_(0, to_device(following.last_rows, torch.int64, self._device), chosen)
+        if len(following.places) < len(standing):
+            standing = self._take(standing, following.places)
+        return self._take(self._model.forward_mtp(batch, standing, self._state.kv), following.last_rows)
 
     def _standing(self, prompts: Prompts) -> torch.Tensor:
         """The rows' hidden states, behind a hit with that of the token before them."""

@@ -21,7 +21,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.kv_codecs import CODECS, KVCodec
 from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.cache.tiers import Tiers
-from engine.capacity import choose_demand, free_host_bytes
+from engine.capacity import check_host, choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
 from engine.constraint import Constraints
 from engine.cuda_graph import GraphPasses
@@ -38,7 +38,7 @@ from engine.ops.decode_slots import DecodeSlots
 from engine.ops.penalise import TokenCounts
 from engine.ops.sample_table import SamplingTable
 from engine.peak_memory import PeakMemory
-from engine.planner import CUDA_CONTEXT_BYTES, Demand, Plan, plan
+from engine.planner import CUDA_CONTEXT_BYTES, OUTSIDE, Demand, Plan, plan
 from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -70,51 +70,102 @@ def load_engine(
     host_file    for the host tier of the prefix cache, with what an earlier engine left in it; a new one when not given
     raises       CheckpointError, CapacityError
     """
+    target = _target(config, is_ahead)
+    is_lent = host_file is not None
+    host_file = _host_file(config, host_file)
+    demand, planned = _planned(config, target, host_file)
+    constraints = Constraints(target.checkpoint_dir, demand.config.vocab_size)
+    vocabulary = constraints.begin_loading()
+    with timed("weights"):
+        model = _load_model(config, target, demand)
+        if target.device.type == "cuda":
+            # of parts that became whole matrices
+            torch.cuda.empty_cache()
+    torch.set_num_threads(config.num_threads or _default_threads(model.config))
+    info = _info(target, demand, planned)
+    key = target.cache_key(config)
+    with timed("caches and passes"):
+        caches = _build_caches(config, model, demand, key, host_file, target)
+        build = partial(_build_device_runner, runner_type) if target.is_ahead else _build_runner
+        runner = build(config, model, demand, info, constraints, caches)
+    if host_file is not None and not is_lent:
+        # its map holds it from here on
+        os.close(host_file)
+    scheduler = _build_scheduler(config, demand, info, key, caches.tiers, MAX_REQUESTS if target.is_ahead else None)
+    # a constrained request must not wait for it, nor the others for that request
+    wait([vocabulary])
+    return EngineCore(info, scheduler, runner, constraints, PeakMemory(target.device, planned.of(*OUTSIDE)))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What settings leave open, decided. is_ahead  whether passes run one ahead of the host"""
+
+    checkpoint_dir: Path
+    device: torch.device
+    dtype: torch.dtype
+    codec: KVCodec
+    is_ahead: bool
+
+    def cache_key(self, config: EngineConfig) -> bytes:
+        reuses_decoded = not config.deterministic
+        key = cache_key(self.checkpoint_dir, self.dtype, config.yarn, self.codec)
+        return key + repr((self.device.type, reuses_decoded)).encode()
+
+
+def _target(config: EngineConfig, is_ahead: bool | None) -> Target:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     checkpoint_dir = resolve_checkpoint(config.model)
     if is_ahead is None:
         is_ahead = device.type == "cuda" and is_artifact(checkpoint_dir)
-    is_lent = host_file is not None
-    host_file = _host_file(config, host_file)
-    budget = _budget(config, device, held_bytes(host_file))
-    codec = choose_codec(config.kv_codec, device, dtype)
-    kept = _kept_for_host_tier(config, device)
-    demand = choose_demand(config, _unsized(config, checkpoint_dir, device, dtype, codec), budget - kept)
-    demand = demand.having(host_cache_bytes=_host_cache_bytes(config, demand, budget, host_file))
+    return Target(checkpoint_dir, device, dtype, choose_codec(config.kv_codec, device, dtype), is_ahead)
+
+
+def _planned(config: EngineConfig, target: Target, host_file: int | None) -> tuple[Demand, Plan]:
+    """raises  CapacityError"""
+    held = held_bytes(host_file)
+    budget = _budget(config, target.device, held)
+    demand = choose_demand(config, _unsized(config, target), budget - _kept_for_host_tier(config, target.device))
+    if demand.device == "cuda":
+        check_host(demand, free_host_bytes() + held - HOST_RESERVE)
+    demand = demand.having(host_cache_bytes=_host_cache_bytes(config, demand, budget, held))
     planned = plan(demand)
-    _log_plan(planned, budget)
-    constraints = Constraints(checkpoint_dir, demand.config.vocab_size)
-    vocabulary = constraints.begin_loading()
-    with timed("weights"):
-        model = load_model(checkpoint_dir, device, dtype, is_stretched=config.yarn, drafts=config.num_drafts > 0)
-    torch.set_num_threads(config.num_threads or _default_threads(model.config))
-    info = EngineInfo(
-        checkpoint_dir=str(checkpoint_dir),
+    log.info("memory, as planned:\n%s", planned.table(budget))
+    if target.device.type == "cuda" and config.memory_bytes is not None:
+        _hold_to(budget - planned.of(*OUTSIDE), target.device)
+    return demand, planned
+
+
+def _hold_to(most: int, device: torch.device) -> None:
+    """What torch would take beyond that ends the process instead of growing into what others count on."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
+def _load_model(config: EngineConfig, target: Target, demand: Demand) -> Qwen3_5:
+    return load_model(
+        target.checkpoint_dir,
+        target.device,
+        target.dtype,
+        is_stretched=config.yarn,
+        drafts=config.num_drafts > 0,
+        is_embedding_on_host=demand.is_embedding_on_host,
+    )
+
+
+def _info(target: Target, demand: Demand, planned: Plan) -> EngineInfo:
+    return EngineInfo(
+        checkpoint_dir=str(target.checkpoint_dir),
         max_model_len=demand.context,
-        vocab_size=model.config.num_ids,
-        device=_describe(device),
+        vocab_size=demand.config.num_ids,
+        device=_describe(target.device),
         num_drafts=demand.num_drafts,
-        max_num_requests=config.max_num_requests,
+        max_num_requests=demand.num_requests,
         kv_cache_tokens=demand.num_blocks * BLOCK_SIZE,
-        kv_codec=codec.name,
+        kv_codec=target.codec.name,
         planned_bytes={share.name: share.num_bytes for share in planned.shares if share.place == "device"},
     )
-    build = partial(_build_device_runner, runner_type) if is_ahead else _build_runner
-    reuses_decoded = not config.deterministic
-    key = cache_key(checkpoint_dir, dtype, config.yarn, codec) + repr((device.type, reuses_decoded)).encode()
-    with timed("caches and passes"):
-        caches = _build_caches(config, model, demand, key, host_file, device, dtype)
-        runner = build(config, model, demand, info, constraints, caches)
-    if host_file is not None and not is_lent:
-        # its map holds it from here on
-        os.close(host_file)
-    scheduler = _build_scheduler(
-        config, demand, info, key, reuses_decoded, caches.tiers, MAX_REQUESTS if is_ahead else None
-    )
-    # a constrained request must not wait for it, nor the others for that request
-    wait([vocabulary])
-    return EngineCore(info, scheduler, runner, constraints, PeakMemory(device))
 
 
 @contextmanager
@@ -160,21 +211,20 @@ def cache_key(
     return repr((NUMERICS_VERSION, str(dtype), codec.name, is_stretched, str(checkpoint_dir.resolve()), stats)).encode()
 
 
-def _unsized(
-    config: EngineConfig, checkpoint_dir: Path, device: torch.device, dtype: torch.dtype, codec: KVCodec
-) -> Demand:
+def _unsized(config: EngineConfig, target: Target) -> Demand:
     """What is certain of a demand before its size is chosen."""
-    recipe = read_manifest(checkpoint_dir).recipe if is_artifact(checkpoint_dir) else None
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    model_config = read_config(checkpoint_dir)
-    if not config.num_drafts:
-        model_config = model_config.without_mtp()
-    host = config.host_cache_bytes if config.prefix_caching else 0
-    return Demand(model_config, recipe, codec.name, activation_bytes=dtype.itemsize, host_cache_bytes=host, device=kind)
-
-
-def _log_plan(planned: Plan, budget: int) -> None:
-    log.info("memory, as planned:\n%s", planned.table(budget))
+    model_config = read_config(target.checkpoint_dir)
+    demand = Demand(
+        model_config if config.num_drafts else model_config.without_mtp(),
+        read_manifest(target.checkpoint_dir).recipe if is_artifact(target.checkpoint_dir) else None,
+        target.codec.name,
+        activation_bytes=target.dtype.itemsize,
+        mtp="full" if config.mtp_window is None else "window",
+        mtp_window=config.mtp_window or 0,
+        host_cache_bytes=config.host_cache_bytes if config.prefix_caching else 0,
+        device="cuda" if target.device.type == "cuda" else "cpu",
+    )
+    return demand.having(is_embedding_on_host=config.embedding_memory == "host" and demand.may_move_embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +243,11 @@ def _build_caches(
     demand: Demand,
     key: bytes,
     host_file: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
 ) -> Caches:
-    kv = KVCache(model.config, demand.num_blocks, device, dtype, CODECS[demand.codec])
-    snapshots = StateSnapshots(model.config, demand.num_snapshots, device, dtype)
+    kind = target.device, target.dtype
+    kv = KVCache(model.config, demand.num_blocks, *kind, target.codec, demand.window, demand.num_requests)
+    snapshots = StateSnapshots(model.config, demand.num_snapshots, *kind, kv.window_bytes)
     if host_file is None or not snapshots.count:
         return Caches(kv, snapshots)
     geometry = geometry_of(kv, snapshots)
@@ -222,12 +272,13 @@ def _kept_for_host_tier(config: EngineConfig, device: torch.device) -> int:
     return 0 if is_sized or device.type == "cuda" or not config.prefix_caching else config.host_cache_bytes
 
 
-def _host_cache_bytes(config: EngineConfig, demand: Demand, budget: int, host_file: int | None) -> int:
+def _host_cache_bytes(config: EngineConfig, demand: Demand, budget: int, held: int) -> int:
     """Of the host tier: as much as is asked for, or is left."""
-    if host_file is None:
+    if not (config.host_cache_bytes and config.prefix_caching):
         return 0
-    is_on_host = demand.device == "cpu"
-    left = budget - plan(demand).num_bytes if is_on_host else free_host_bytes() + held_bytes(host_file) - HOST_RESERVE
+    without = plan(demand.having(host_cache_bytes=0))
+    on_host = free_host_bytes() + held - HOST_RESERVE - without.host_bytes
+    left = budget - plan(demand).num_bytes if demand.device == "cpu" else on_host
     return max(0, min(config.host_cache_bytes, left))
 
 
@@ -284,11 +335,12 @@ def _build_device_runner(
 
 
 def _prompts_to_warm(largest: int, context: int, num_slots: int) -> list[list[tuple[int, int]]]:
-    """Alone, behind the longest context, and beside others."""
+    """Alone, behind the longest context, and beside others. Nothing that comes later takes more memory."""
     sizes = sorted({size for size in WARM_SIZES if size < largest} | {largest})
     together = [count for count in WARM_COUNTS if count <= num_slots]
-    far = context // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
-    return [[(0, size)] for size in sizes] + [[(far, BLOCK_SIZE)]] + [[(0, 1)] * count for count in together]
+    end = context // BLOCK_SIZE * BLOCK_SIZE
+    far = [(end - size, size) for size in sorted({BLOCK_SIZE, largest // BLOCK_SIZE * BLOCK_SIZE}) if size]
+    return [[(0, size)] for size in sizes] + [[each] for each in far] + [[(0, 1)] * count for count in together]
 
 
 def _build_scheduler(
@@ -296,7 +348,6 @@ def _build_scheduler(
     demand: Demand,
     info: EngineInfo,
     key: bytes,
-    reuses_decoded: bool,
     tiers: Tiers | None,
     most_decodes: int | None,
 ) -> Scheduler:
@@ -309,7 +360,7 @@ def _build_scheduler(
         max_queued_tokens=config.max_queued_tokens,
         num_snapshots=demand.num_snapshots,
         cache_key=key,
-        reuses_decoded=reuses_decoded,
+        reuses_decoded=not config.deterministic,
         longest_gap_s=_longest_gap_s(config, info),
         most_decodes=most_decodes,
         tiers=tiers,

@@ -127,6 +127,7 @@ class ModelRunner:
         for copy in self._schedule.copies:
             assert self._snapshots is not None
             self._snapshots.save(copy.index, self._states, copy.slot, self._hidden_before(copy))
+            self._snapshots.save_window(copy.index, self._kv, copy.slot)
         return [Outcome(choice.token_ids, choice.logprobs, drafts.get(slot, ())) for slot, choice in found.items()]
 
     def _keep_pending(self, copy: SnapshotCopy) -> None:
@@ -135,6 +136,7 @@ class ModelRunner:
         slots, indices, counts = (torch.tensor([x], device=self._states.device) for x in (copy.slot, copy.index, count))
         hidden = self._hidden_before(copy)[None]
         self._snapshots.save_pending(indices, self._states, slots, counts.int(), hidden)
+        self._snapshots.save_window(copy.index, self._kv, copy.slot)
 
     def _hidden_before(self, copy: SnapshotCopy) -> torch.Tensor:
         start, hidden = self._last_hidden[copy.slot]
@@ -157,6 +159,7 @@ class ModelRunner:
         if chunk.restored is not None:
             assert self._snapshots is not None
             self._snapshots.restore(chunk.restored, self._states, state.slot)
+            self._snapshots.restore_window(chunk.restored, self._kv, state.slot)
             # the next prompt of this step may be given its place
             self._before[state.slot] = self._snapshots.hidden(chunk.restored).clone()
         self._tables.begin(state.slot)

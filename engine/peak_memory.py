@@ -11,13 +11,15 @@ INTERVAL_S = 1.0
 class PeakMemory:
     """The most memory held so far, looked up once a second at most: asking takes longer than a short step may."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, outside_bytes: int = 0) -> None:
+        """outside_bytes  of a GPU, beside what torch takes, as planned: nobody says what they are"""
         self._device = device
+        self._outside_bytes = outside_bytes
         self._due = 0.0
         self._num_bytes = 0
 
     def num_bytes(self) -> int:
-        """Of a GPU what torch has taken, so without the driver's own; of a CPU the whole process."""
+        """Of a GPU what torch has taken, and the driver's own part as planned; of a CPU the whole process."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + INTERVAL_S
             self._num_bytes = self._measure()
@@ -25,5 +27,5 @@ class PeakMemory:
 
     def _measure(self) -> int:
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
+            return torch.cuda.max_memory_reserved(self._device) + self._outside_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -53,8 +53,8 @@ class PlanConfig(Section):
     mtp: Literal["off", "full", "window"] = "full"
     """Whether drafts are made, and whether with keys and values of the whole context or of its beginning and end."""
 
-    mtp_window: int = Field(default=4096, ge=BLOCK_SIZE)
-    """Newest tokens that a windowed MTP sees."""
+    mtp_window: int = Field(default=4096, ge=BLOCK_SIZE, multiple_of=BLOCK_SIZE)
+    """Newest tokens that a windowed MTP sees, beside the first 64."""
 
     drafts: int = Field(default=3, ge=0, le=7)
     """Tokens that MTP proposes per step; 0 turns it off."""
@@ -133,8 +133,8 @@ def demand_of(asked: PlanConfig) -> Demand:
         prefill_chunk=asked.prefill_chunk,
     ).with_full(context, asked.requests)
     tokens = asked.kv_cache_tokens or demand.kv_cache_tokens
-    count = num_snapshots(model, demand.activation_bytes, int(asked.snapshots), -(-tokens // BLOCK_SIZE))
-    return demand.having(kv_cache_tokens=tokens, num_snapshots=count, host_cache_bytes=int(asked.host_cache))
+    demand = demand.having(kv_cache_tokens=tokens, host_cache_bytes=int(asked.host_cache))
+    return demand.having(num_snapshots=num_snapshots(demand, int(asked.snapshots)))
 
 
 def _model(asked: PlanConfig) -> tuple[ModelConfig, str | None]:
@@ -153,7 +153,7 @@ def _stored_recipe(directory: Path) -> str | None:
 
 
 def _heading(demand: Demand) -> str:
-    one = gib(one_snapshot(demand.config, demand.activation_bytes))
+    one = gib(one_snapshot(demand))
     return (
         f"{demand.num_requests} requests of {demand.context} tokens, {demand.num_blocks} blocks, "
         f"weights {demand.recipe or 'as stored'}, KV {demand.codec}, MTP {demand.mtp if demand.has_mtp else 'off'}, "

@@ -7,6 +7,7 @@ from typing import Literal
 
 from config.engine import BLOCK_SIZE
 from engine.cache.kv_codecs import CODECS, GROUP
+from engine.cache.mtp_window import MtpWindow
 from engine.convert.recipes import RECIPES, Role
 from engine.errors import CapacityError
 from engine.models.config import (
@@ -33,20 +34,30 @@ PENDING_ROWS = 8
 # asks for (ops/sample_table), and where it stands beside its drafts (ops/decode_slots)
 SAMPLING_BYTES, SAMPLING_NUMBERS, SLOT_NUMBERS = 5, 2128, 5
 INT64_BYTES = 8
-# tokens at the head of a context that a windowed MTP keeps beside the newest
-WINDOW_SINK = BLOCK_SIZE
 # copies of the logits that live at once while tokens are chosen: as computed, adjusted, noise, scores
 LOGIT_COPIES = 4
 # decode attention: contexts are cut finer near their beginning (ops/attention_splits)
 SPLITS = ((8_192, 64), (65_536, 512), (math.inf, 1024))
-# tokens of a coded context that a prompt's attention restores at a time (ops/attention_prefill)
-SEGMENT = 16_384
+# a prompt's attention (ops/attention_prefill): tokens of a part of a context, coded parts that are restored at a time,
+# and query rows times heads whose results of such parts there is room for
+PART, RESTORED_PARTS, PARTIAL_ROWS = 8192, 4, 396 * 128
+# a prompt's recurrence (ops/gated_delta_prefill): rows of a chunk, and of a request between two launches
+DELTA_CHUNK, DELTA_SEGMENT = 64, 1024
+# matrices that so many rows share become bf16 before they are multiplied, so many bytes at a time
+# (ops/dequantized_matmul)
+DECODED_ROWS, DECODED_BYTES = 2048, 64 * 2**20
+# positions, angles, places and choices of a prompt's row
+SMALL_ROW_BYTES = 512
+# activations of a row in a decode pass, in residual streams
+DECODE_ROW_STREAMS = 32
 # most requests and rows of a captured pass; graphs of each number of requests (forward, and three ways to choose), and
 # what the driver keeps for one beside the workspace that all share
 GRAPH_REQUESTS, GRAPH_ROWS = 8, 32
 GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
 # the driver's and the libraries' own, in every process that uses a card
 CUDA_CONTEXT_BYTES = 512 * 2**20
+# shares that no allocation of ours is
+OUTSIDE = ("CUDA graphs", "CUDA context")
 # blocks whose bytes are gathered on the device at a time on their way to or from host memory
 STAGED_BLOCKS = 256
 # how far the searches for what fits look
@@ -66,7 +77,9 @@ class Demand:
     num_requests       that run at once
     kv_cache_tokens    of all requests together
     num_snapshots      recurrent states that stand for reuse
-    mtp                off: neither its layer nor its keys and values; window: those of 64 and `mtp_window` tokens
+    mtp                off: neither its layer nor its keys and values; window: those of the first 64 and the newest
+                       `mtp_window` tokens of each request
+    is_embedding_on_host  which saves nothing where the table is the head too
     prefill_chunk      most prompt tokens of a step
     host_cache_bytes   of the prefix cache's host tier
     device             whose budget it is
@@ -95,6 +108,14 @@ class Demand:
     @property
     def has_mtp(self) -> bool:
         return self.config.has_mtp and self.mtp != "off"
+
+    @property
+    def window(self) -> MtpWindow | None:
+        return MtpWindow.of_tokens(self.mtp_window) if self.has_mtp and self.mtp == "window" else None
+
+    @property
+    def may_move_embedding(self) -> bool:
+        return self.device == "cuda" and not self.config.tie_word_embeddings
 
     @property
     def fits_all(self) -> bool:
@@ -126,10 +147,18 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Of the device."""
-        return sum(share.num_bytes for share in self.shares if share.place == "device")
+        return self._in("device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Beside the device, where that is not the host itself."""
+        return self._in("host")
 
     def of(self, *names: str) -> int:
         return sum(share.num_bytes for share in self.shares if share.name in names)
+
+    def _in(self, place: Place) -> int:
+        return sum(share.num_bytes for share in self.shares if share.place == place)
 
     def table(self, budget: int) -> str:
         """Bytes and GiB of each line, then what is left of the budget."""
@@ -154,6 +183,10 @@ def plan(demand: Demand) -> Plan:
     """Weights by role, then what requests hold, then what steps need."""
     shares = [*_weights(demand), *_caches(demand), *_work(demand)]
     return Plan(tuple(share for share in shares if share.num_bytes))
+
+
+def fits(demand: Demand, budget: int) -> bool:
+    return plan(demand).num_bytes <= budget
 
 
 def check_fits(demand: Demand, budget: int, settings: Iterable[str] | None = None) -> Plan:
@@ -205,15 +238,17 @@ def context_limit(config: ModelConfig, is_stretched: bool) -> int:
     return min(YARN_FACTOR * native, YARN_LIMIT) if is_stretched else native
 
 
-def num_snapshots(config: ModelConfig, activation_bytes: int, snapshot_bytes: int, num_blocks: int) -> int:
+def num_snapshots(demand: Demand, snapshot_bytes: int) -> int:
     """As many as the budget holds; more than one per block could never be used."""
-    return min(snapshot_bytes // one_snapshot(config, activation_bytes), num_blocks)
+    return min(snapshot_bytes // one_snapshot(demand), demand.num_blocks)
 
 
-def one_snapshot(config: ModelConfig, activation_bytes: int) -> int:
-    """State and last convolution inputs of every layer, and one hidden state."""
+def one_snapshot(demand: Demand) -> int:
+    """State and last convolution inputs of every layer, one hidden state, and what MTP sees if that is a window."""
+    config = demand.config
     inputs = (CONV_WIDTH - 1) * config.gdn_channels
-    return config.num_gdn_layers * FLOAT_BYTES * (_state(config) + inputs) + config.hidden_size * activation_bytes
+    states = config.num_gdn_layers * FLOAT_BYTES * (_state(config) + inputs)
+    return states + config.hidden_size * demand.activation_bytes + _window_bytes(demand)
 
 
 def options(demand: Demand) -> list[Option]:
@@ -246,10 +281,11 @@ def _variants(demand: Demand) -> Iterator[tuple[str, str, Demand]]:
     if demand.recipe is not None:
         for recipe in RECIPES:
             yield "recipe", recipe, replace(demand, recipe=recipe)
-    if not demand.is_embedding_on_host:
-        yield "embedding", "host", replace(demand, is_embedding_on_host=True)
+    if demand.may_move_embedding and not demand.is_embedding_on_host:
+        yield "embedding_memory", "host", replace(demand, is_embedding_on_host=True)
     if demand.has_mtp:
-        yield "mtp", "window", replace(demand, mtp="window")
+        if demand.mtp == "full":
+            yield "mtp_window", str(demand.mtp_window), replace(demand, mtp="window")
         yield "num_drafts", "0", replace(demand, mtp="off", num_drafts=0)
     if demand.num_snapshots:
         yield "snapshot_bytes", "0", replace(demand, num_snapshots=0)
@@ -266,15 +302,11 @@ def _largest(demand_of: Callable[[int], Demand], most: int, budget: int) -> int:
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if _fits(demand_of(middle), budget):
+        if fits(demand_of(middle), budget):
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def _fits(demand: Demand, budget: int) -> bool:
-    return plan(demand).num_bytes <= budget
 
 
 def _weights(demand: Demand) -> list[Share]:
@@ -288,7 +320,7 @@ def _weights(demand: Demand) -> list[Share]:
         # the same matrix once more, laid out for products
         vocab, hidden = demand.config.vocab_size, demand.config.hidden_size
         counts["head"] += matrix_bytes(vocab, hidden, bits["embedding"])
-    host = {"embedding"} if demand.is_embedding_on_host else set()
+    host = {"embedding"} if demand.is_embedding_on_host and demand.may_move_embedding else set()
     return [Share(f"weights: {name}", count, "host" if name in host else "device") for name, count in counts.items()]
 
 
@@ -388,11 +420,11 @@ def _caches(demand: Demand) -> list[Share]:
     per_slot = config.num_gdn_layers * FLOAT_BYTES * slots
     return [
         Share("KV blocks", blocks * block_bytes * config.num_attention_layers),
-        Share("MTP KV blocks", _mtp_blocks(demand) * block_bytes),
+        Share("MTP KV blocks", _mtp_bytes(demand)),
         Share("GDN states", per_slot * _state(config)),
         Share("GDN pending rows", per_slot * pending),
         Share("convolution inputs", per_slot * inputs),
-        Share("snapshots", demand.num_snapshots * one_snapshot(config, demand.activation_bytes)),
+        Share("snapshots", demand.num_snapshots * one_snapshot(demand)),
         Share("host cache", demand.host_cache_bytes, "host"),
         *_tables(demand),
     ]
@@ -418,11 +450,15 @@ def kv_token_bytes(demand: Demand) -> int:
     return num_bytes if codec.is_coded else num_bytes * demand.activation_bytes // 2
 
 
-def _mtp_blocks(demand: Demand) -> int:
-    if not demand.has_mtp:
-        return 0
-    window = demand.num_requests * (_blocks(WINDOW_SINK) + _blocks(demand.mtp_window))
-    return min(demand.num_blocks, window) if demand.mtp == "window" else demand.num_blocks
+def _mtp_bytes(demand: Demand) -> int:
+    if demand.window is not None:
+        return demand.num_requests * _window_bytes(demand)
+    return demand.num_blocks * BLOCK_SIZE * kv_token_bytes(demand) if demand.has_mtp else 0
+
+
+def _window_bytes(demand: Demand) -> int:
+    """Of one request."""
+    return demand.window.blocks_per_slot * BLOCK_SIZE * kv_token_bytes(demand) if demand.window is not None else 0
 
 
 def _state(config: ModelConfig) -> int:
@@ -437,7 +473,7 @@ def _work(demand: Demand) -> list[Share]:
     return [
         Share("CUDA graphs", min(demand.num_requests, GRAPH_REQUESTS) * GRAPHS_PER_COUNT * GRAPH_BYTES),
         Share("decode workspace", decode_workspace(demand)),
-        Share("prefill workspace", demand.prefill_chunk * row_bytes(demand) + restored_bytes(demand)),
+        Share("prefill workspace", prompt_workspace(demand)),
         Share("staging of the host cache", _staging_bytes(demand)),
         Share("CUDA context", CUDA_CONTEXT_BYTES),
         reserve,
@@ -450,25 +486,12 @@ def decode_workspace(demand: Demand) -> int:
     rows = most_rows(demand.num_requests, demand.num_drafts)
     partials = config.num_attention_heads * num_splits(demand.context) * (config.head_dim + 2)
     numbers = LOGIT_COPIES * config.vocab_size + partials
-    return rows * (numbers * FLOAT_BYTES + row_bytes(demand))
+    return rows * (numbers * FLOAT_BYTES + DECODE_ROW_STREAMS * demand.activation_bytes * config.hidden_size)
 
 
 def _staging_bytes(demand: Demand) -> int:
     """One layer's share of the blocks that are gathered at a time (tier_copy): as it lies, in order, and joined."""
     return 3 * STAGED_BLOCKS * BLOCK_SIZE * kv_token_bytes(demand) if demand.host_cache_bytes else 0
-
-
-def restored_bytes(demand: Demand) -> int:
-    """Prompts attend over codes that were restored to fp16, a segment at a time; between two, every row keeps in fp32
-    what it knows, and results of rotated codes stay in fp32 until they are rotated back."""
-    codec, config = CODECS[demand.codec], demand.config
-    if not codec.is_coded:
-        return 0
-    tokens = _blocks(min(demand.context, SEGMENT)) * BLOCK_SIZE
-    numbers = 2 * tokens * config.num_key_value_heads * config.head_dim
-    row = config.num_attention_heads * config.head_dim * FLOAT_BYTES
-    states = int(demand.context > SEGMENT) + int(codec.is_rotated)
-    return 2 * numbers + demand.prefill_chunk * row * states
 
 
 def most_rows(num_requests: int, num_drafts: int) -> int:
@@ -478,20 +501,58 @@ def most_rows(num_requests: int, num_drafts: int) -> int:
     return max(num_requests, *(count * min(1 + num_drafts, GRAPH_ROWS // count) for count in counts))
 
 
-def row_bytes(demand: Demand) -> int:
-    """Activations that live at once for one row: the residual stream and either the mixer's or the feed-forward's."""
-    config, wide = demand.config, demand.activation_bytes + FLOAT_BYTES
-    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    delta = config.gdn_channels + config.linear_num_value_heads * GDN_HEAD_DIM
-    mixer = 2 * max(attention, delta) * wide
-    return 4 * config.hidden_size * wide + max(mixer, _feed_forward_numbers(config) * wide)
+def prompt_workspace(demand: Demand) -> int:
+    """Most that lives at once beside what is held while a chunk goes through a layer, its rows' numbers included."""
+    config, rows = demand.config, demand.prefill_chunk
+    numbers = demand.activation_bytes * config.hidden_size
+    attention, feed_forward = attention_workspace(demand), rows * _feed_forward_row(demand)
+    # the residual stream, and the hidden states of the pass before
+    decoder = 2 * rows * numbers + max(attention, _delta_workspace(demand), feed_forward)
+    # of the pass itself, behind a hit once more, and of MTP's own: embedding, the two joined, their product, residual
+    mtp = 7 * rows * numbers + max(attention, feed_forward) if demand.has_mtp else 0
+    decoded = DECODED_BYTES if demand.recipe is not None and rows >= DECODED_ROWS else 0
+    return max(decoder, mtp) + rows * SMALL_ROW_BYTES + decoded
 
 
-def _feed_forward_numbers(config: ModelConfig) -> int:
-    ffn = config.feed_forward
+def attention_workspace(demand: Demand) -> int:
+    """Projection, query and results, which stay in fp32 until they are rotated back, and what is beside them."""
+    config, codec, width = demand.config, CODECS[demand.codec], demand.activation_bytes
+    numbers = config.num_attention_heads * config.head_dim
+    projected = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    output = 2 * FLOAT_BYTES + width if codec.is_rotated else width
+    return demand.prefill_chunk * (width * (projected + numbers) + numbers * output) + restored_bytes(demand)
+
+
+def restored_bytes(demand: Demand) -> int:
+    """Prompts attend over codes that were restored to fp16, some parts at a time; where a context has several parts,
+    every row keeps in fp32 what it knows, and what it knows of parts that are computed side by side."""
+    config = demand.config
+    tokens = min(_blocks(demand.context) * BLOCK_SIZE, RESTORED_PARTS * PART) * CODECS[demand.codec].is_coded
+    numbers = 2 * tokens * config.num_key_value_heads * config.head_dim
+    heads = demand.prefill_chunk * config.num_attention_heads + PARTIAL_ROWS
+    return 2 * numbers + (heads * config.head_dim * FLOAT_BYTES if demand.context > PART else 0)
+
+
+def _delta_workspace(demand: Demand) -> int:
+    """Projection, convolved inputs and results in fp32; then what chunks of 64 rows leave for the scan over them, of
+    1,024 rows of a request at most, or the gated results."""
+    config, width = demand.config, demand.activation_bytes
+    values = config.linear_num_value_heads * GDN_HEAD_DIM
+    projected = config.gdn_channels + values + 2 * config.linear_num_value_heads
+    row = width * (projected + config.gdn_channels) + FLOAT_BYTES * (2 * config.linear_num_key_heads + values)
+    per_head = 3 * FLOAT_BYTES + (2 * FLOAT_BYTES) * GDN_HEAD_DIM + FLOAT_BYTES * DELTA_CHUNK
+    scanned = min(demand.prefill_chunk, DELTA_SEGMENT * demand.num_requests) * config.linear_num_value_heads * per_head
+    return demand.prefill_chunk * row + max(scanned, demand.prefill_chunk * width * values)
+
+
+def _feed_forward_row(demand: Demand) -> int:
+    """The normed input, also in the order of the codes, what stands between the products, and results."""
+    config, ffn = demand.config, demand.config.feed_forward
     if not isinstance(ffn, MoeConfig):
-        return 3 * ffn.intermediate_size
-    return ffn.num_experts_per_tok * (3 * ffn.moe_intermediate_size + 2 * config.hidden_size)
+        return demand.activation_bytes * (3 * config.hidden_size + ffn.intermediate_size)
+    of_experts = ffn.num_experts_per_tok * (ffn.moe_intermediate_size + config.hidden_size)
+    logits = FLOAT_BYTES * (ffn.num_experts + 1)
+    return demand.activation_bytes * (of_experts + 4 * config.hidden_size + ffn.moe_intermediate_size) + logits
 
 
 def num_splits(context: int) -> int:

@@ -141,7 +141,8 @@ class EngineStats:
     num_host_damaged      that were not what had been written there; likewise num_disk_damaged
     num_tier_dropped      that were to be kept, or brought from disk, when there was no room
     num_disk_failures     files that could not be read, written or removed
-    peak_bytes            most memory that the engine has held: of a GPU what torch took, else the whole process
+    peak_bytes            most memory that the engine has held: of a GPU what torch took and the driver's part as
+                          planned, else the whole process
     """
 
     num_waiting: int = 0

@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import BlockTables, RequestRows, build_batch
 from engine.cache.kv_cache import KVCache
+from engine.cache.mtp_window import MtpWindow
 from engine.models.qwen3_5 import Qwen3_5
 from engine.sampler import Sampler, SamplingRow
 from engine.schedule import RequestState
@@ -69,6 +70,32 @@ class Advance:
         return max(0, min(most, len(self.next_token_ids), remaining - 1)) if self.is_current else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Rows that MTP computes after a pass: those of all that stand that it may see again.
+
+    rows       of each request in one or two parts
+    places     where they are among all that stand
+    last_rows  of each request, among them
+    """
+
+    rows: list[RequestRows]
+    places: list[int]
+    last_rows: list[int]
+
+    @classmethod
+    def of(cls, standing: Sequence[RequestRows], window: MtpWindow | None) -> "Following":
+        found, first = cls([], [], []), 0
+        for each in standing:
+            for start, end in window.kept(each.start, each.end) if window else [(each.start, each.end)]:
+                part = slice(start - each.start, end - each.start)
+                found.rows.append(RequestRows(each.slot, start, each.token_ids[part]))
+                found.places.extend(range(first + part.start, first + part.stop))
+            found.last_rows.append(len(found.places) - 1)
+            first += len(each.token_ids)
+        return found
+
+
 class Drafter:
     """Keeps MTP's KV in step with the target's and proposes what comes next."""
 
@@ -104,9 +131,10 @@ class Drafter:
         """MTP over the rows that stand; its hidden state of each advance's last row."""
         standing = [row for advance in advances for row in advance.hidden_rows]
         rows = [RequestRows(a.state.slot, a.start, a.next_token_ids) for a in advances]
-        batch = build_batch(rows, self._tables, commits=False)
-        out = self._model.forward_mtp(batch, hidden[standing], self._kv)
-        return out[batch.query_starts[1:].long() - 1]
+        following = Following.of(rows, self._kv.window)
+        batch = build_batch(following.rows, self._tables, commits=False)
+        out = self._model.forward_mtp(batch, hidden[[standing[place] for place in following.places]], self._kv)
+        return out[following.last_rows]
 
     def _feed_back(self, hidden: torch.Tensor, drafted: Sequence[tuple[Advance, tuple[int, ...]]]) -> torch.Tensor:
         """One more row per request: its last draft with MTP's own hidden state."""

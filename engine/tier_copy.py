@@ -10,7 +10,7 @@ import torch
 from config.engine import BLOCK_SIZE
 from engine.batch import to_device
 from engine.cache.host_slab import Geometry, HostSlab
-from engine.cache.kv_cache import KVCache
+from engine.cache.kv_cache import KVCache, pack, unpack
 from engine.cache.state_cache import StateSnapshots
 from engine.cache.tiers import Tiers, Transfer
 from engine.ops.coded_kv import CodedKV
@@ -23,7 +23,7 @@ log = logging.getLogger("longlane.engine")
 
 def geometry_of(kv: KVCache, snapshots: StateSnapshots) -> Geometry:
     layer_bytes = kv.layers[0].num_bytes // kv.num_blocks
-    return Geometry(len(kv.layers), layer_bytes, snapshots.num_bytes // snapshots.count)
+    return Geometry(len(kv.shared_layers), layer_bytes, snapshots.num_bytes // snapshots.count)
 
 
 class TierCopier:
@@ -44,7 +44,7 @@ class TierCopier:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         # copies that may still read the device: when they have ended, and of which blocks and snapshots
         self._reading: list[tuple[torch.cuda.Event, set[int], set[int]]] = []
-        self._arriving: list[list[torch.cuda.Event]] = [[] for _ in kv.layers]
+        self._arriving: list[list[torch.cuda.Event]] = [[] for _ in kv.shared_layers]
         if self._stream is not None:
             _pin(whole)
 
@@ -56,7 +56,7 @@ class TierCopier:
         """To the slab, as what was launched before leaves it."""
         with self._beside():
             for piece in self._pieces(transfer):
-                for layer, plane in zip(self._kv.layers, self._planes, strict=True):
+                for layer, plane in zip(self._kv.shared_layers, self._planes, strict=True):
                     packed = pack(layer, piece.block_ids)
                     for row, cell, count in piece.runs:
                         plane[cell : cell + count].copy_(packed[row : row + count], non_blocking=True)
@@ -174,21 +174,6 @@ class LayersInTurn(Sequence[PagedKV | CodedKV]):
         return self._copier.layer(range(len(self))[index])
 
 
-def pack(layer: PagedKV | CodedKV, ids: torch.Tensor) -> torch.Tensor:
-    """[blocks, bytes of a layer's block] uint8"""
-    return torch.cat([x.index_select(0, ids).reshape(len(ids), -1).view(torch.uint8) for x in _tensors(layer)], dim=1)
-
-
-def unpack(layer: PagedKV | CodedKV, ids: torch.Tensor, packed: torch.Tensor) -> None:
-    """What `pack` gave, into other blocks."""
-    start = 0
-    for x in _tensors(layer):
-        size = x[0].nbytes
-        part = packed[:, start : start + size].contiguous().view(x.dtype)
-        x.index_copy_(0, ids, part.view(len(ids), *x.shape[1:]))
-        start += size
-
-
 def runs(cells: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Neighbouring cells in a row: (place of the first, its cell, how many)."""
     for _, group in groupby(enumerate(cells), key=lambda each: each[1] - each[0]):
@@ -208,12 +193,6 @@ def written(schedule: Schedule) -> tuple[set[int], set[int]]:
             blocks |= {block_id for block_id, _ in chunk.transfer.blocks}
             snapshots |= {chunk.transfer.state[0]} if chunk.transfer.state else set()
     return blocks, snapshots
-
-
-def _tensors(layer: PagedKV | CodedKV) -> list[torch.Tensor]:
-    if isinstance(layer, PagedKV):
-        return [layer.keys, layer.values]
-    return [layer.keys, layer.values, layer.key_scales, layer.value_scales]
 
 
 def _waiting(event: torch.cuda.Event | None) -> Callable[[], None]:

@@ -7,6 +7,7 @@ import torch
 
 from config.engine import BLOCK_SIZE
 from engine.cache.kv_codecs import CODECS, GROUP, KVCodec
+from engine.cache.mtp_window import MtpWindow
 from engine.models.config import ModelConfig
 from engine.ops.coded_kv import CodedKV
 from engine.ops.paged_kv import PagedKV
@@ -16,6 +17,7 @@ class KVCache:
     """Block b holds the tokens b * BLOCK_SIZE onward of every layer; who owns a block is decided elsewhere.
 
     layers  the full-attention layers in order, then MTP's if the model has one
+    window  of MTP, whose blocks then belong to slots and hold what it says, instead of those tokens
     """
 
     def __init__(
@@ -25,15 +27,66 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         codec: KVCodec = CODECS["bf16"],
+        window: MtpWindow | None = None,
+        num_slots: int = 0,
     ) -> None:
         """dtype  of the numbers of a cache that is not coded"""
         self.num_blocks = num_blocks
+        self.window = window
+        self._num_slots = num_slots
         make = _coded_layer if codec.is_coded else _plain_layer
-        self.layers = [make(config, num_blocks, device, dtype, codec) for _ in range(config.num_kv_layers)]
+        counts = [num_blocks] * config.num_kv_layers
+        if window is not None:
+            counts[-1] = num_slots * window.blocks_per_slot
+        self.layers = [make(config, count, device, dtype, codec) for count in counts]
+
+    @property
+    def shared_layers(self) -> list[PagedKV | CodedKV]:
+        """Those whose blocks are the cache's."""
+        return self.layers if self.window is None else self.layers[:-1]
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one slot."""
+        return 0 if self.window is None else self.layers[-1].num_bytes // self._num_slots
+
+    def pack_window(self, slot: int) -> torch.Tensor:
+        """What MTP sees of a slot's request.  [window_bytes] uint8"""
+        return pack(self.layers[-1], self._window_blocks(slot)).flatten()
+
+    def unpack_window(self, slot: int, packed: torch.Tensor) -> None:
+        ids = self._window_blocks(slot)
+        unpack(self.layers[-1], ids, packed.view(len(ids), -1))
+
+    def _window_blocks(self, slot: int) -> torch.Tensor:
+        assert self.window is not None
+        count = self.window.blocks_per_slot
+        return torch.arange(slot * count, (slot + 1) * count, device=self.layers[-1].keys.device)
 
     @property
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers)
+
+
+def pack(layer: PagedKV | CodedKV, ids: torch.Tensor) -> torch.Tensor:
+    """[blocks, bytes of a layer's block] uint8"""
+    return torch.cat([x.index_select(0, ids).reshape(len(ids), -1).view(torch.uint8) for x in _tensors(layer)], dim=1)
+
+
+def unpack(layer: PagedKV | CodedKV, ids: torch.Tensor, packed: torch.Tensor) -> None:
+    """What `pack` gave, into other blocks."""
+    start = 0
+    for x in _tensors(layer):
+        size = x[0].nbytes
+        part = packed[:, start : start + size].contiguous().view(x.dtype)
+        x.index_copy_(0, ids, part.view(len(ids), *x.shape[1:]))
+        start += size
+
+
+def _tensors(layer: PagedKV | CodedKV) -> list[torch.Tensor]:
+    if isinstance(layer, PagedKV):
+        return [layer.keys, layer.values]
+    return [layer.keys, layer.values, layer.key_scales, layer.value_scales]
 
 
 def _plain_layer(

@@ -3,6 +3,7 @@
 import torch
 
 from engine.batch import MAX_PENDING_ROWS
+from engine.cache.kv_cache import KVCache
 from engine.models.config import CONV_WIDTH, GDN_HEAD_DIM, ModelConfig
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_copy import gated_delta_copy
@@ -64,17 +65,21 @@ class StateSnapshots:
     token belongs to whatever goes on from there.
     """
 
-    def __init__(self, config: ModelConfig, count: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, count: int, device: torch.device, dtype: torch.dtype, window_bytes: int = 0
+    ) -> None:
+        """window_bytes  of what MTP sees, where that is not in the blocks that the KV cache shares"""
         layers, channels = config.num_gdn_layers, config.gdn_channels
         heads = (config.linear_num_value_heads, GDN_HEAD_DIM, GDN_HEAD_DIM)
         self._state = torch.zeros(count, layers, *heads, device=device)
         self._taps = torch.zeros(count, layers, NUM_TAPS, channels, device=device)
         self._hidden = torch.zeros(count, config.hidden_size, device=device, dtype=dtype)
+        self._windows = torch.zeros(count, window_bytes, device=device, dtype=torch.uint8)
         self.count = count
 
     @property
     def num_bytes(self) -> int:
-        return self._state.nbytes + self._taps.nbytes + self._hidden.nbytes
+        return self._state.nbytes + self._taps.nbytes + self._hidden.nbytes + self._windows.nbytes
 
     def save(self, index: int, states: StateCache, slot: int, hidden: torch.Tensor) -> None:
         """hidden  [hidden]"""
@@ -110,7 +115,16 @@ class StateSnapshots:
 
     def parts(self, index: int) -> tuple[torch.Tensor, ...]:
         """All tensors of one snapshot, not copies."""
-        return self._state[index], self._taps[index], self._hidden[index]
+        return self._state[index], self._taps[index], self._hidden[index], self._windows[index]
+
+    def save_window(self, index: int, kv: KVCache, slot: int) -> None:
+        """What MTP sees of the slot's request, if that is a window; once its rows up to the snapshot's are written."""
+        if kv.window is not None:
+            self._windows[index] = kv.pack_window(slot)
+
+    def restore_window(self, index: int, kv: KVCache, slot: int) -> None:
+        if kv.window is not None:
+            kv.unpack_window(slot, self._windows[index])
 
     def hidden(self, index: int) -> torch.Tensor:
         """[hidden]"""

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.layers.linear import Linear
+from engine.ops.embedding_rows import embedding_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """weight [vocab, hidden]"""
+    """weight [vocab, hidden]; may lie in pinned host memory"""
 
     weight: torch.Tensor
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        return embedding_rows(token_ids, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A converted checkpoint on disk: a manifest beside safetensors files whose tensors are as the ops read them."""
 
 import hashlib
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,11 @@ class Artifact:
     raises  CheckpointError on entering, naming the file that is missing, foreign or cut short
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(self, directory: Path, device: torch.device, host_names: Collection[str] = ()) -> None:
+        """host_names  tensors that are left in their files although the device is a GPU"""
         self._dir = directory
         self._device = device
+        self._host_names = host_names
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._reader: DeviceReader | None = None
@@ -76,12 +79,14 @@ class Artifact:
         with ExitStack() as stack:
             for name, entry in self._manifest.files.items():
                 _check_size(self._dir / name, entry.size)
-            if self._device.type == "cuda":
+            is_on_gpu = self._device.type == "cuda"
+            if is_on_gpu:
                 paths = [self._dir / name for name in self._manifest.files]
-                self._reader = stack.enter_context(DeviceReader(paths, self._device))
-            else:
-                for name in self._manifest.files:
-                    self._files[name] = stack.enter_context(_open(self._dir / name))
+                left_out = {name + suffix for name in self._host_names for suffix in ("", WORDS, SCALES)}
+                self._reader = stack.enter_context(DeviceReader(paths, self._device, left_out))
+            mapped = {self.tensors[name].file for name in self._host_names} if is_on_gpu else self._manifest.files
+            for name in mapped:
+                self._files[name] = stack.enter_context(_open(self._dir / name))
             self._stack = stack.pop_all()
         return self
 
@@ -97,11 +102,12 @@ class Artifact:
         return name in self.tensors
 
     def read(self, name: str) -> torch.Tensor | QuantizedWeight:
-        """On the device of the artifact; on the CPU the file's own pages."""
+        """On the device of the artifact; on the CPU, and of what is left in its file, the file's own pages."""
         stored = self.tensors[name]
+        reader = None if name in self._host_names else self._reader
         if not stored.is_quantized:
-            return self._fetch(stored.file, name)
-        words, scales = (self._fetch(stored.file, name + suffix) for suffix in (WORDS, SCALES))
+            return self._fetch(reader, stored.file, name)
+        words, scales = (self._fetch(reader, stored.file, name + suffix) for suffix in (WORDS, SCALES))
         return QuantizedWeight(words, scales, stored.rows, stored.bits)
 
     def check_hashes(self) -> None:
@@ -110,9 +116,9 @@ class Artifact:
             if sha256_of(self._dir / name) != entry.sha256:
                 raise CheckpointError(f"{self._dir / name} is damaged: its hash is not the one in {MANIFEST_FILE}")
 
-    def _fetch(self, file: str, name: str) -> torch.Tensor:
-        if self._reader is not None:
-            return self._reader.read(file, name)
+    def _fetch(self, reader: DeviceReader | None, file: str, name: str) -> torch.Tensor:
+        if reader is not None:
+            return reader.read(file, name)
         try:
             return self._files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:

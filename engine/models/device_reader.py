@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -40,10 +40,11 @@ class Extent:
 class DeviceReader:
     """A context. Reading begins on entering, in the order of the files, and does not wait to be asked."""
 
-    def __init__(self, paths: Iterable[Path], device: torch.device) -> None:
-        """raises  CheckpointError when a file is no safetensors file"""
+    def __init__(self, paths: Iterable[Path], device: torch.device, left_out: Container[str] = ()) -> None:
+        """left_out  names of tensors that are not read. raises  CheckpointError when a file is no safetensors file"""
         self._device = device
         self._extents = {path.name: read_header(path) for path in paths}
+        self._left_out = left_out
         self._threads = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))))
         self._staging = threading.local()
         self._consumer = torch.cuda.current_stream(device)
@@ -52,7 +53,8 @@ class DeviceReader:
     def __enter__(self) -> Self:
         for file, extents in self._extents.items():
             for name, extent in extents.items():
-                self._found[file, name] = self._threads.submit(self._copy, extent)
+                if name not in self._left_out:
+                    self._found[file, name] = self._threads.submit(self._copy, extent)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,15 +70,14 @@ class DeviceReader:
 
     def _copy(self, extent: Extent) -> torch.Tensor:
         staging = self._staging_of_thread()
-        with torch.cuda.stream(staging.stream):
+        # memory of the consumer's, all in one place, which may have been given back while work on it was still to come
+        with torch.cuda.stream(self._consumer):
             target = torch.empty(extent.num_bytes, dtype=torch.uint8, device=self._device)
-            with extent.path.open("rb", buffering=0) as file:
-                for offset in range(0, extent.num_bytes, STAGED):
-                    part = target[offset : offset + STAGED]
-                    staging.send(file.fileno(), extent.start + offset, part)
+        staging.stream.wait_stream(self._consumer)
+        with torch.cuda.stream(staging.stream), extent.path.open("rb", buffering=0) as file:
+            for offset in range(0, extent.num_bytes, STAGED):
+                staging.send(file.fileno(), extent.start + offset, target[offset : offset + STAGED])
         staging.stream.synchronize()
-        # its memory may be used again only once the consumer's work on it is done
-        target.record_stream(self._consumer)
         return target.view(extent.dtype).view(extent.shape)
 
     def _staging_of_thread(self) -> "Staging":

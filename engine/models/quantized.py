@@ -17,6 +17,7 @@ from engine.layers.norm import GatedRMSNorm, RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
 from engine.models.artifact import Artifact
 from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, MoeConfig
+from engine.models.host_weights import in_host_memory
 from engine.models.qwen3_5 import Qwen3_5, rope_of
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import QuantizedWeight, stack_rows
@@ -28,9 +29,10 @@ def load_artifact(
     dtype: torch.dtype,
     is_stretched: bool = False,
     drafts: bool = True,
+    is_embedding_on_host: bool = False,
 ) -> Qwen3_5:
-    """dtype  of activations and of what the recipe left unrounded. raises  CheckpointError"""
-    with Artifact(directory, device) as artifact:
+    """dtype  of activations and of what the recipe left unrounded. raises  CheckpointError, CapacityError"""
+    with Artifact(directory, device, ("embed_tokens",) if is_embedding_on_host else ()) as artifact:
         return build_model(artifact, device, dtype, is_stretched, drafts)
 
 
@@ -77,9 +79,11 @@ class _Builder:
 
     def _embedding(self) -> Embedding | QuantizedEmbedding:
         weight = self._read("embed_tokens")
-        if isinstance(weight, QuantizedWeight):
-            return QuantizedEmbedding(weight, self._dtype)
-        return Embedding(weight.to(self._dtype))
+        is_quantized = isinstance(weight, QuantizedWeight)
+        weight = weight if is_quantized else weight.to(self._dtype)
+        if weight.device.type != self._device.type:
+            weight = in_host_memory(weight)
+        return QuantizedEmbedding(weight, self._dtype) if is_quantized else Embedding(weight)
 
     def _mtp(self) -> Mtp:
         return Mtp(

@@ -1,10 +1,12 @@
 """The decoder of the family, dense or MoE, with its MTP layer."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from config.engine import BLOCK_SIZE
 from engine.batch import ForwardBatch
 from engine.layers.decoder_layer import DecoderLayer
 from engine.layers.embedding import Embedding, Head
@@ -16,6 +18,7 @@ from engine.models.config import ROTATED_DIMS, YARN_FACTOR, ModelConfig
 from engine.ops.coded_kv import CodedKV
 from engine.ops.delta_state import DeltaState
 from engine.ops.paged_kv import PagedKV
+from engine.ops.window_rows import window_rows
 
 
 class KVLayers(Protocol):
@@ -23,6 +26,19 @@ class KVLayers(Protocol):
 
     @property
     def layers(self) -> Sequence[PagedKV | CodedKV]: ...
+
+
+class MtpRing(Protocol):
+    """ring  blocks of a slot that take a context's blocks in turn, but for its first (ops/window_rows)"""
+
+    @property
+    def ring(self) -> int: ...
+
+
+class AllKVLayers(KVLayers, Protocol):
+    """MTP's too. window  of its layer, None where that is paged like the others"""
+
+    window: MtpRing | None
 
 
 class StateLayers(Protocol):
@@ -67,17 +83,19 @@ class Qwen3_5:
         return self._norm(hidden)
 
     @torch.no_grad()
-    def forward_mtp(self, batch: ForwardBatch, target_hidden: torch.Tensor, kv: KVLayers) -> torch.Tensor:
+    def forward_mtp(self, batch: ForwardBatch, target_hidden: torch.Tensor, kv: AllKVLayers) -> torch.Tensor:
         """MTP's hidden states: through compute_logits they propose the token after `batch.token_ids`.
 
         batch          token_ids are the tokens that follow the rows: x[t+1] for the hidden state of position p[t]
         target_hidden  [rows, hidden]  of forward, or of forward_mtp when a draft is fed back
         return         [rows, hidden]
         writes         the rows' keys and values in MTP's layer
+        bounds         of a layer with a window, rows beyond it may not be among the batch's
         """
         if self._mtp is None:
             raise ValueError("the checkpoint has no MTP layer")
-        return self._mtp(self._embedding(batch.token_ids), target_hidden, self._rows(batch), kv.layers[-1])
+        rows = self._rows(batch) if kv.window is None else _seen_in(kv.window, self._rows(batch), batch.positions)
+        return self._mtp(self._embedding(batch.token_ids), target_hidden, rows, kv.layers[-1])
 
     @torch.no_grad()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,6 +122,20 @@ class Qwen3_5:
             max_context=batch.max_context,
             folds=batch.folds,
         )
+
+
+def _seen_in(window: MtpRing, rows: Rows, positions: torch.Tensor) -> Rows:
+    """The same rows over the slots' own blocks."""
+    found = window_rows(
+        rows.state_slots, positions, rows.query_starts, rows.context_lens, rows.slot_mapping, window.ring, rows.num_rows
+    )
+    return replace(
+        rows,
+        block_tables=found.block_tables,
+        context_lens=found.context_lens,
+        slot_mapping=found.slot_mapping,
+        max_context=min(rows.max_context, window.ring * BLOCK_SIZE),
+    )
 
 
 def rope_of(config: ModelConfig, is_stretched: bool, device: torch.device) -> Rope:

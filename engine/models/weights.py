@@ -17,6 +17,7 @@ from engine.layers.norm import GatedRMSNorm, RMSNorm
 from engine.models.artifact import is_artifact
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import GDN_HEAD_DIM, HEAD_DIM, ModelConfig, MoeConfig, read_config
+from engine.models.host_weights import in_host_memory
 from engine.models.layout import FUSED_DOWN, FUSED_GATE_UP
 from engine.models.qwen3_5 import Qwen3_5, rope_of
 
@@ -27,29 +28,37 @@ def load_model(
     dtype: torch.dtype,
     is_stretched: bool = False,
     drafts: bool = True,
+    is_embedding_on_host: bool = False,
 ) -> Qwen3_5:
     """A checkpoint, or an artifact made of one.
 
-    is_stretched  positions reach four times as far, as the checkpoint documents (YaRN)
-    drafts        with MTP, if there is one
-    raises  CheckpointError naming the file, field or tensor that is not as the family has it
+    is_stretched          positions reach four times as far, as the checkpoint documents (YaRN)
+    drafts                with MTP, if there is one
+    is_embedding_on_host  the table of inputs lies in pinned host memory, where the GPU reads it; not with a tied head
+    raises  CheckpointError naming the file, field or tensor that is not as the family has it, CapacityError
     """
     if is_artifact(checkpoint_dir):
-        return _load_artifact(checkpoint_dir, device, dtype, is_stretched, drafts)
+        return _load_artifact(checkpoint_dir, device, dtype, is_stretched, drafts, is_embedding_on_host)
     config = read_config(checkpoint_dir)
     with Checkpoint(checkpoint_dir, config) as checkpoint:
-        return _Builder(checkpoint, config if drafts else config.without_mtp(), device, dtype, is_stretched).model()
+        config = config if drafts else config.without_mtp()
+        return _Builder(checkpoint, config, device, dtype, is_stretched, is_embedding_on_host).model()
 
 
 def _load_artifact(
-    directory: Path, device: torch.device, dtype: torch.dtype, is_stretched: bool, drafts: bool
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_stretched: bool,
+    drafts: bool,
+    is_embedding_on_host: bool,
 ) -> Qwen3_5:
     try:
         # only here: Triton is large, and a checkpoint is served on a CPU without it
         from engine.models.quantized import load_artifact
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{directory} is an artifact, which needs the extra `gpu`: {error}") from error
-    return load_artifact(directory, device, dtype, is_stretched, drafts)
+    return load_artifact(directory, device, dtype, is_stretched, drafts, is_embedding_on_host)
 
 
 class _Builder:
@@ -62,16 +71,20 @@ class _Builder:
         device: torch.device,
         dtype: torch.dtype,
         is_stretched: bool = False,
+        is_embedding_on_host: bool = False,
     ) -> None:
+        assert not (is_embedding_on_host and config.tie_word_embeddings)
         self._checkpoint = checkpoint
         self._config = config
         self._device = device
         self._dtype = dtype
         self._is_stretched = is_stretched
+        self._is_embedding_on_host = is_embedding_on_host
 
     def model(self) -> Qwen3_5:
         config = self._config
-        embedding = self._read("embed_tokens.weight").to(self._device)
+        embedding = self._read("embed_tokens.weight")
+        embedding = in_host_memory(embedding) if self._is_embedding_on_host else embedding.to(self._device)
         return Qwen3_5(
             config=config,
             embedding=Embedding(embedding),

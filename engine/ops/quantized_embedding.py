@@ -12,6 +12,7 @@ def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype:
     """y[r] = W[token_ids[r]]
 
     token_ids  [rows] int64; on a GPU those beyond the matrix count as its nearest row
+    weight     of the same device, or in pinned host memory, which a GPU reads where it lies
     return     [rows, columns]  of dtype
     """
     if token_ids.is_cuda:

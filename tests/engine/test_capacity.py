@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from config import EngineConfig
-from engine.capacity import Capacity, choose_capacity, choose_demand, free_host_bytes, shorten_to_fit
+from engine.capacity import Capacity, check_host, choose_capacity, choose_demand, free_host_bytes, shorten_to_fit
 from engine.errors import CapacityError
 from engine.models.config import PROFILES
 from engine.planner import Demand, largest_kv_tokens, one_snapshot, plan
@@ -72,9 +72,9 @@ def test_advice_names_settings_that_the_engine_has():
 
 @pytest.mark.parametrize("device, most", [("cuda", 4 * 2**30), ("cpu", 2**30)])
 def test_snapshots_take_what_contexts_leave(device, most):
-    one = one_snapshot(CONFIG, 2)
     unsized = replace(UNSIZED, device=device)
-    config = EngineConfig(max_num_requests=2, max_model_len=64 * 256, num_drafts=0)
+    one = one_snapshot(unsized)
+    config = EngineConfig(max_num_requests=2, max_model_len=64 * 256, num_drafts=0, prefill_chunk=512)
     plenty = choose_demand(config, unsized, 2**40)
     assert plenty.num_snapshots == most // one
     budget = plan(replace(plenty, num_snapshots=6)).num_bytes
@@ -97,3 +97,21 @@ def test_free_memory_is_less_than_the_machine_has():
     with open("/proc/meminfo") as meminfo:
         total = int(meminfo.readline().split()[1]) * 1024
     assert 0 < free_host_bytes() <= total
+
+
+def test_chunks_are_smaller_before_a_start_is_refused():
+    unsized = replace(UNSIZED, device="cuda")
+    config = EngineConfig(max_num_requests=1, max_model_len=4096, snapshot_bytes=0)
+    roomy = choose_demand(config, unsized, 2**40)
+    assert roomy.prefill_chunk == 4096
+    budget = plan(replace(roomy, prefill_chunk=1024)).num_bytes
+    assert choose_demand(config, unsized, budget).prefill_chunk == 1024
+    with pytest.raises(CapacityError):
+        choose_demand(config.model_copy(update={"prefill_chunk": 2048}), unsized, budget)
+
+
+def test_a_host_without_room_for_the_embedding_is_refused():
+    held = plan(replace(UNSIZED, device="cuda", is_embedding_on_host=True)).host_bytes
+    check_host(replace(UNSIZED, device="cuda", is_embedding_on_host=True), held)
+    with pytest.raises(CapacityError, match="0.49 GiB of host memory"):
+        check_host(replace(UNSIZED, device="cuda", is_embedding_on_host=True), held - 1)

@@ -17,20 +17,25 @@ from engine.errors import CapacityError
 from engine.models import quantized, weights
 from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig
 from engine.models.layout import tensor_shapes
-from engine.ops import attention_prefill
+from engine.ops import attention_prefill, dequantized_matmul
 from engine.ops.attention_decode import DecodeWorkspace
 from engine.ops.decode_slots import DecodeSlots
 from engine.ops.penalise import TokenCounts
 from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, pack
 from engine.ops.sample_table import SamplingTable
 from engine.planner import (
+    DECODED_BYTES,
+    DECODED_ROWS,
     GRAPH_REQUESTS,
     GRAPH_ROWS,
+    PART,
+    PARTIAL_ROWS,
     PENDING_ROWS,
-    SEGMENT,
+    RESTORED_PARTS,
     Demand,
     Plan,
     Share,
+    attention_workspace,
     check_fits,
     explain,
     largest_context,
@@ -41,6 +46,7 @@ from engine.planner import (
     num_splits,
     options,
     plan,
+    prompt_workspace,
     restored_bytes,
 )
 from engine.sampler import Sampler
@@ -214,12 +220,30 @@ def test_requests_that_decode_in_turns_share_graphs_and_may_end_their_prompts_to
 
 
 def test_restored_codes_by_hand():
-    assert SEGMENT == attention_prefill.SEGMENT
+    assert (PART, RESTORED_PARTS) == (attention_prefill.PART, attention_prefill.MOST_SIDE_BY_SIDE)
+    block_m = attention_prefill.prefill_shape_for((9, 0)).block_m
+    assert attention_prefill.MOST_PROGRAMS * block_m == PARTIAL_ROWS
     demand = Demand(A3B, codec="int8-g64", context=262_144, prefill_chunk=512)
-    # keys and values of 16,384 tokens, two KV heads of 256 fp16 numbers; 512 rows of 16 heads of 256 fp32 numbers
-    assert restored_bytes(demand) == 2 * 16_384 * 2 * 256 * 2 + 512 * 16 * 256 * 4
+    # keys and values of 32,768 tokens, two KV heads of 256 fp16 numbers; 512 rows of 16 heads of 256 fp32 numbers, and
+    # those of parts side by side
+    assert restored_bytes(demand) == 2 * 32_768 * 2 * 256 * 2 + 512 * 16 * 256 * 4 + 396 * 128 * 256 * 4
     assert restored_bytes(demand.having(context=8192)) == 2 * 8192 * 2 * 256 * 2
-    assert restored_bytes(demand.having(codec="bf16")) == 0
+    assert restored_bytes(demand.having(codec="bf16", context=8192)) == 0
+
+
+def test_the_workspace_of_prompts_by_hand():
+    asked = Demand(A3B, codec="rk8v4", context=262_144, prefill_chunk=512)
+    # 18 heads of 256 twice and 16 once, in bf16; 16 in fp32 twice and in bf16
+    rows = 512 * (2 * (2 * 18 + 16) + (4 + 4 + 2) * 16) * 256
+    assert attention_workspace(asked) == rows + restored_bytes(asked)
+    plain = asked.having(codec="bf16", context=8192)
+    assert attention_workspace(plain) == 512 * 2 * (2 * 18 + 16 + 16) * 256
+    # Gated DeltaNet's projection and convolved inputs, its norms and results, and what 64 rows of 32 heads leave behind
+    delta = 2 * (8192 + 4096 + 64 + 8192) + 4 * (32 + 4096) + 32 * (2 * 2 * 128 + 2 * 2 * 64 + 4 * 128 + 3 * 4)
+    assert prompt_workspace(plain) == 512 * (2 * 2 * 2048 + delta + 512)
+    # a long chunk leaves that of 1,024 rows, so that experts and what goes into them are more, in MTP's pass
+    experts = 2 * (8 * (512 + 2048) + 4 * 2048 + 512) + 4 * 257
+    assert prompt_workspace(plain.having(prefill_chunk=4096)) == 4096 * (7 * 2 * 2048 + experts + 512)
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 16_384, 16_385, 65_536, 262_144, 1_010_000])
@@ -255,7 +279,7 @@ def test_refusal_names_what_would_fit_and_what_would_help():
         (asked.with_full(262_144, count), asked.with_full(262_144, count + 1)),
     ):
         assert plan(fitting).num_bytes <= 24 * GIB < plan(beyond).num_bytes
-    assert "embedding host (frees 0.49 GiB)" in str(refused.value)
+    assert "embedding_memory host (frees 0.49 GiB)" in str(refused.value)
     assert "kv_codec rk4v4-e8" in str(refused.value)
     assert "; ".join(map(str, options(asked))) in str(refused.value)
 
@@ -263,7 +287,7 @@ def test_refusal_names_what_would_fit_and_what_would_help():
 def test_an_option_that_is_enough_alone_is_marked():
     asked = four_at_full_length(mtp="full")
     text = explain(asked, plan(asked), 24 * GIB)
-    assert "num_drafts 0 (frees 0.95 GiB), enough" in text
+    assert "num_drafts 0 (frees 0.96 GiB), enough" in text
     assert "kv_codec" not in text
 
 
@@ -279,7 +303,7 @@ def test_an_option_frees_what_it_says():
     found = {(o.setting, o.value): o.saved_bytes for o in options(asked)}
     before = plan(asked)
     assert found["num_drafts", "0"] == before.num_bytes - plan(replace(asked, mtp="off")).num_bytes
-    assert found["embedding", "host"] == weights_of(before, "embedding")
+    assert found["embedding_memory", "host"] == weights_of(before, "embedding")
     assert all(a >= b for a, b in pairwise(found.values()))
 
 
@@ -295,11 +319,22 @@ def test_without_drafts_nothing_of_mtp_is_loaded(name):
     assert sum(s.num_bytes for s in found.shares if s.name.startswith("weights: ")) == num_bytes(parts)
 
 
-def test_a_windowed_mtp_keeps_the_beginning_and_the_newest():
-    asked = four_at_full_length(mtp="window", mtp_window=4096)
-    assert plan(asked).of("MTP KV blocks") == 4 * (64 + 4096) * 2 * 272
-    short = replace(asked.with_full(640, 1), mtp_window=4096)
-    assert plan(short).of("MTP KV blocks") == 640 * 2 * 272
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_windowed_mtp_is_counted_to_the_byte(codec):
+    asked = replace(four_at_full_length(mtp="window", mtp_window=4096), codec=codec, num_snapshots=3)
+    found = plan(asked)
+    cache = KVCache(A3B, 16, META, torch.bfloat16, CODECS[codec], asked.window, 4)
+    assert found.of("MTP KV blocks") == cache.layers[-1].num_bytes
+    if codec == "rk4v4-e8":
+        assert cache.layers[-1].num_bytes == 4 * (64 + 4096 + 3 * 64) * 2 * 272
+    snapshots = StateSnapshots(A3B, 3, META, torch.bfloat16, cache.window_bytes)
+    assert found.of("snapshots") == snapshots.num_bytes
+
+
+def test_a_tied_embedding_stays_where_its_head_is():
+    asked = Demand(SMALL, "w4", is_embedding_on_host=True)
+    assert plan(asked).host_bytes == 0
+    assert ("embedding_memory", "host") not in {(o.setting, o.value) for o in options(Demand(SMALL, "w4"))}
 
 
 def test_fitting_tokens_are_whole_blocks():
@@ -318,11 +353,20 @@ def test_refusal_when_nothing_would_fit():
 
 def test_snapshots_are_no_more_than_blocks():
     one = StateSnapshots(A3B, 1, META, torch.bfloat16).num_bytes
-    assert num_snapshots(A3B, 2, 3 * one + 1, num_blocks=100) == 3
-    assert num_snapshots(A3B, 2, 3 * one - 1, num_blocks=100) == 2
-    assert num_snapshots(A3B, 2, 2**40, num_blocks=100) == 100
+    asked = Demand(A3B, kv_cache_tokens=6400)
+    assert num_snapshots(asked, 3 * one + 1) == 3
+    assert num_snapshots(asked, 3 * one - 1) == 2
+    assert num_snapshots(asked, 2**40) == 100
 
 
 def test_planning_needs_no_torch():
     program = "import sys, engine.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_matrices_that_become_bf16_are_planned_where_steps_are_long():
+    assert (DECODED_ROWS, DECODED_BYTES) == (dequantized_matmul.MANY_ROWS, dequantized_matmul.MOST_BYTES)
+    plain, coded = (Demand(A3B, recipe=recipe, prefill_chunk=4096) for recipe in (None, "w4"))
+    assert prompt_workspace(coded) - prompt_workspace(plain) == DECODED_BYTES
+    short = {"prefill_chunk": 1024}
+    assert prompt_workspace(coded.having(**short)) == prompt_workspace(plain.having(**short))
