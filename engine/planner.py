@@ -54,8 +54,8 @@ DECODE_ROW_STREAMS = 32
 # what the driver keeps for one beside the workspace that all share
 GRAPH_REQUESTS, GRAPH_ROWS = 8, 32
 GRAPHS_PER_COUNT, GRAPH_BYTES = 4, 2 * 2**20
-# the driver's and the libraries' own, in every process that uses a card
-CUDA_CONTEXT_BYTES = 512 * 2**20
+# the driver's and the libraries' own, in every process that uses a card, and loaded kernels; most on a large card
+CUDA_CONTEXT_BYTES = 768 * 2**20
 # shares that no allocation of ours is
 OUTSIDE = ("CUDA graphs", "CUDA context")
 # blocks whose bytes are gathered on the device at a time on their way to or from host memory
@@ -63,7 +63,7 @@ STAGED_BLOCKS = 256
 # how far the searches for what fits look
 MOST_BLOCKS, MOST_REQUESTS = 1 << 22, 64
 # what the allocator cannot use between what it gave out; on a CPU the activations and logits as well
-RESERVE_BYTES = {"cuda": 192 * 2**20, "cpu": 384 * 2**20}
+RESERVE_BYTES = {"cuda": 64 * 2**20, "cpu": 384 * 2**20}
 
 
 @dataclass(frozen=True, slots=True)

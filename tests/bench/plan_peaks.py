@@ -37,13 +37,16 @@ LONG = 262_144
 WORK = ("CUDA graphs", "decode workspace", "prefill workspace", "staging of the host cache", "CUDA context", "reserve")
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "35b int8 four": ("35b", {"max_num_requests": 4, "kv_codec": "int8-g64"}),
-    "35b e8 four, no drafts": ("35b", {"max_num_requests": 4, "kv_codec": "rk4v4-e8", "num_drafts": 0}),
-    "35b e8 four, window, host embedding, 24 GiB": (
-        "35b",
-        {"max_num_requests": 4, "kv_codec": "rk4v4-e8", "mtp_window": 4096, "embedding_memory": "host"}
-        | {"memory_bytes": 24 * 2**30, "prefix_caching": False, "num_drafts": 1},
-    ),
     "35b int8 one, small chunks": ("35b", {"max_num_requests": 1, "kv_codec": "int8-g64", "prefill_chunk": 512}),
+    "35b e8 four, window, host embedding": (
+        "35b",
+        {"max_num_requests": 4, "kv_codec": "rk4v4-e8", "mtp_window": 4096, "embedding_memory": "host"},
+    ),
+    "35b e8 four, no drafts, host embedding, 24 GiB": (
+        "35b",
+        {"max_num_requests": 4, "kv_codec": "rk4v4-e8", "num_drafts": 0, "embedding_memory": "host"}
+        | {"memory_bytes": 24 * 2**30, "prefix_caching": False},
+    ),
     "27b int8 two": ("27b", {"max_num_requests": 2, "kv_codec": "int8-g64"}),
     "27b e8 one, no drafts": ("27b", {"max_num_requests": 1, "kv_codec": "rk4v4-e8", "num_drafts": 0}),
 }
@@ -159,7 +162,7 @@ def exercise(core: EngineCore, config: EngineConfig) -> None:
         run(core, [request(name, count, temperature=0.0)])
     together = range(config.max_num_requests)
     run(core, [request(f"greedy {i}", 100 + i, temperature=0.0) for i in together])
-    run(core, [request(f"logprobs {i}", longest - i, temperature=1.0, top_p=0.9, logprobs=20) for i in together])
+    run(core, [request(f"logprobs {i}", 2000 + i, temperature=1.0, top_p=0.9, logprobs=20) for i in together])
     run(core, [request(f"penalties {i}", 100, temperature=1.0, presence_penalty=0.5, top_k=20) for i in together])
 
 
