@@ -268,6 +268,18 @@ def test_prompts_are_reused(graphs, prompts):
     assert again.num_cached_tokens >= len(prompts[3]) - 64
 
 
+def test_a_window_of_mtp_and_embeddings_in_host_memory_change_no_token(artifacts, graphs, prompts):
+    fields = {"max_model_len": 4096, "kv_cache_tokens": 32_768, "mtp_window": 64, "embedding_memory": "host"}
+    core = engine(artifacts("w4"), device="cuda", kv_codec="rk4v4-e8", **fields)
+    plain = graphs("w4", "rk4v4-e8")
+    answers = generate(plain, *requests(prompts))
+    assert generate(core, *requests(prompts)) == answers
+    follow = request("follow", [*prompts[3], *answers[3], *prompts[0]], max_tokens=40)
+    expected, output = finish(plain, follow), finish(core, follow)
+    assert (output.token_ids, output.num_cached_tokens) == (expected.token_ids, expected.num_cached_tokens)
+    assert output.num_cached_tokens > 0
+
+
 @pytest.fixture(autouse=True)
 def free_memory():
     yield
