@@ -1,7 +1,7 @@
 """One choice of an answer: the engine's events made into what a protocol has to say."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import engine
 from server.answers import TokenLogprob, TopLogprob, Usage
@@ -12,8 +12,7 @@ from server.pipeline import Event, TextPipeline, TextRules, join
 LOWEST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one engine event adds: neighbours joined, log-probabilities of its tokens, and the end if it is the last."""
 
     events: list[Event]

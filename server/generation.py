@@ -125,8 +125,8 @@ class Timing:
         self._num_tokens = 0
 
     def observe(self, event: TokenEvent) -> None:
-        if event.token_ids:
-            self._observe_tokens(len(event.token_ids), event.num_cached_tokens)
+        if count := len(event.token_ids):
+            self._observe_tokens(count, event.num_cached_tokens)
         if event.finish_reason is not None:
             self.observe_end(event.finish_reason)
 

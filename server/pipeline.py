@@ -51,6 +51,7 @@ class TextPipeline:
         )
         self._calls = ToolCallParser(rules.tools) if rules.tools else None
         self._stop = StopMatcher(rules.stops)
+        self._has_stops = bool(rules.stops)
         self._is_parallel = rules.is_parallel
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -109,14 +110,17 @@ class TextPipeline:
             if self.is_stopped:
                 return
             if isinstance(event, Content):
-                self._match_content(event.text, events)
+                self._match_content(event, events)
             else:
                 self._release(events)
                 events.append(event)
                 self.is_stopped = isinstance(event, CallEnd) and not self._is_parallel
 
-    def _match_content(self, text: str, events: list[Event]) -> None:
-        if passed := self._stop.push(text):
+    def _match_content(self, content: Content, events: list[Event]) -> None:
+        if not self._has_stops:
+            events.append(content)
+            return
+        if passed := self._stop.push(content.text):
             events.append(Content(passed))
         self.is_stopped = self._stop.hit is not None
 

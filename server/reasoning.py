@@ -38,9 +38,11 @@ class ReasoningSplitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns (reasoning, answer) that have become certain; at most one turn from one to the other per output."""
-        # behind the thought nothing is held back
+        # behind the thought nothing is held back, and most tokens of it hold nothing that may end it
         if self._is_answer and not self._buffer:
             return "", text
+        if self.is_reasoning and not self._buffer and "<" not in text and not text.endswith("\n"):
+            return text, ""
         self._buffer += text
         return self._drain(is_final=False)
 
