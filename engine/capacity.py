@@ -125,7 +125,7 @@ def _sized(config: EngineConfig, unsized: Demand, capacity: Capacity, snapshot_b
 def check_host(demand: Demand, free: int) -> None:
     """Of a GPU's plan what lies in host memory. raises  CapacityError when so much is not free"""
     needed = plan(demand.having(host_cache_bytes=0)).host_bytes
-    if needed > free:
+    if needed and needed > free:
         raise CapacityError(
             f"the embedding needs {gib(needed)} of host memory, but {gib(max(free, 0))} are free: "
             "set embedding_memory device"

@@ -38,7 +38,7 @@ from engine.ops.decode_slots import DecodeSlots
 from engine.ops.penalise import TokenCounts
 from engine.ops.sample_table import SamplingTable
 from engine.peak_memory import PeakMemory
-from engine.planner import CUDA_CONTEXT_BYTES, OUTSIDE, Demand, Plan, plan
+from engine.planner import OUTSIDE, Demand, Plan, plan
 from engine.request import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -50,6 +50,8 @@ NUMERICS_VERSION = 1
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
+# of the driver's part what stands as soon as a card is asked about its memory; the rest comes with kernels and graphs
+CONTEXT_AT_START = 448 * 2**20
 # host memory that the host tier leaves to everything else
 HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
@@ -377,10 +379,8 @@ def _budget(config: EngineConfig, device: torch.device, held: int) -> int:
 
     held  bytes of host memory that an earlier process has left to this one
     """
-    # asking a card makes the driver's own part, which the plan counts too
-    free = (
-        torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES if device.type == "cuda" else free_host_bytes() + held
-    )
+    # the plan counts what has been taken by asking
+    free = torch.cuda.mem_get_info(device)[0] + CONTEXT_AT_START if device.type == "cuda" else free_host_bytes() + held
     return min(free, config.memory_bytes or free)
 
 
