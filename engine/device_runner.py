@@ -4,6 +4,7 @@ Where requests stand lies on the device (ops/decode_slots), so a decode pass nee
 replays. Prompts are launched op by op on the same stream. Nothing is waited for but the record of the pass before.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -171,6 +172,15 @@ class DeviceRunner:
         # who is ready must not have this still before it
         self._arrived.mark()
         self._arrived.wait()
+
+    def time_prompts(self, sizes: Iterable[int]) -> list[tuple[int, float]]:
+        """Seconds that a prompt of so many rows takes from launch to end, once all of it is compiled."""
+        found = []
+        for size in sizes:
+            began = time.monotonic()
+            self.warm_up([[(0, size)]])
+            found.append((size, time.monotonic() - began))
+        return found
 
     def _run_once(self, rows: Sequence[RequestRows]) -> None:
         batch = build_batch(rows, self._tables, commits=True)

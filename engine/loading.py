@@ -46,7 +46,7 @@ from engine.tier_copy import TierCopier, geometry_of
 
 log = logging.getLogger("longlane.engine")
 # to be raised with any change of what a layer computes or how its results lie in blocks and states
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 # a small model gains nothing from a second thread and loses by waiting for it
 WIDE_HIDDEN_SIZE = 1024
 GPU_GAP_MS = 100.0
@@ -57,6 +57,8 @@ HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
 # so large that other shapes are worth it
 WARM_SIZES = (1, 16, 17, 64, 65, 192, 193, 1040, 1041, 4096)
+# rows of prompts that are timed at the start, so that the first real ones are cut into steps of the right size
+TIMED_SIZES = (64, 1024)
 # prompts that end in one step: more than a decode pass has requests are sampled and drafted for by other kernels
 WARM_COUNTS = (2, 4, 8, 9, 16, 17, 32)
 
@@ -94,6 +96,10 @@ def load_engine(
         # its map holds it from here on
         os.close(host_file)
     scheduler = _build_scheduler(config, demand, info, key, caches.tiers, MAX_REQUESTS if target.is_ahead else None)
+    if isinstance(runner, DeviceRunner) and target.device.type == "cuda":
+        largest = min(demand.prefill_chunk, demand.context)
+        for size, seconds in runner.time_prompts(sorted({size for size in TIMED_SIZES if size < largest} | {largest})):
+            scheduler.expect(size, seconds)
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])
     return EngineCore(info, scheduler, runner, constraints, PeakMemory(target.device, planned.of(*OUTSIDE)))

@@ -100,7 +100,6 @@ def main():
     config = EngineConfig(
         model=asked.model, device="cuda", kv_codec=asked.codec, max_num_requests=1, max_model_len=context,
         prefix_caching=False, prefill_chunk=max(BLOCK_SIZE, *(rows for _, rows in asked.chunk)), num_drafts=0,
-        cuda_graphs=False,
     )  # fmt: skip
     chunks = Chunks(load_filled(config)._runner)
     report = {

@@ -221,6 +221,7 @@ def test_more_requests_than_a_pass_takes_decode_in_turns(checkpoint_dir, num_dra
 def test_what_warming_up_leaves_is_not_seen(checkpoint_dir):
     in_step, ahead = pair(checkpoint_dir)
     ahead._runner.warm_up([[(0, 1)], [(0, 130)], [(1024, 64)], [(0, 1), (0, 7), (64, 3)]])
+    assert [size for size, seconds in ahead._runner.time_prompts([1, 64]) if seconds > 0] == [1, 64]
     assert generate(ahead, *mixed_requests()) == generate(in_step, *mixed_requests())
 
 
