@@ -414,8 +414,6 @@ def _caches(demand: Demand) -> list[Share]:
     pending = PENDING_ROWS * (
         (config.linear_num_key_heads + config.linear_num_value_heads) * GDN_HEAD_DIM + config.linear_num_value_heads
     )
-    # and a counter for each key head
-    pending += config.linear_num_key_heads
     inputs = (CONV_WIDTH - 1 + PENDING_ROWS) * config.gdn_channels
     per_slot = config.num_gdn_layers * FLOAT_BYTES * slots
     return [

@@ -21,8 +21,8 @@ class StateCache:
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         pending = (num_slots, MAX_PENDING_ROWS)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(config.num_gdn_layers, *shape, device=device, dtype=dtype)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(config.num_gdn_layers, *shape, device=device)
 
         self.num_slots = num_slots
         self._storage = DeltaState(
@@ -31,7 +31,6 @@ class StateCache:
             pending_key=zeros(*pending, key_heads, GDN_HEAD_DIM),
             pending_u=zeros(*pending, value_heads, GDN_HEAD_DIM),
             pending_alpha=zeros(*pending, value_heads),
-            arrivals=zeros(num_slots, key_heads, dtype=torch.int32),
         )
         self.layers = [DeltaState(*tensors) for tensors in zip(*self._storage.tensors(), strict=True)]
 

@@ -15,7 +15,6 @@ class DeltaState:
     pending_key    [slots, MAX_PENDING_ROWS, key_heads, key_dim]
     pending_u      [slots, MAX_PENDING_ROWS, value_heads, value_dim]
     pending_alpha  [slots, MAX_PENDING_ROWS, value_heads]
-    arrivals       [slots, key_heads] int32  zero between passes: how the programs of a kernel find their last one
     """
 
     state: torch.Tensor
@@ -23,10 +22,9 @@ class DeltaState:
     pending_key: torch.Tensor
     pending_u: torch.Tensor
     pending_alpha: torch.Tensor
-    arrivals: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.state, self.inputs, self.pending_key, self.pending_u, self.pending_alpha, self.arrivals
+        return self.state, self.inputs, self.pending_key, self.pending_u, self.pending_alpha
 
 
 @dataclass(frozen=True, slots=True)

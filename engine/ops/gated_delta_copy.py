@@ -69,7 +69,7 @@ def gated_delta_copy_triton(
     assert all(tensor.is_contiguous() for tensor in (*memory.tensors(), state, taps))
     options = {} if is_interpreted() else {"num_warps": 8, "enable_fp_fusion": False}
     gated_delta_copy_kernel[(value_heads + triton.cdiv(channels, BLOCK), layers, len(slots))](
-        *memory.tensors()[:5], slots, counts, state, taps, indices, num_slots, channels, KEY_HEADS=key_heads,
+        *memory.tensors(), slots, counts, state, taps, indices, num_slots, channels, KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads, PENDING=pending, DIM=dim, BLOCK=BLOCK, **options,
     )  # fmt: skip
 

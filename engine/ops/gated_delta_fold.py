@@ -27,7 +27,7 @@ def gated_delta_fold_reference(memory: DeltaState, state_slots: torch.Tensor, nu
 
 
 def _fold_slot(memory: DeltaState, slot: int, count: int) -> None:
-    state, inputs, keys, u, alpha = (tensor[slot] for tensor in memory.tensors()[:5])
+    state, inputs, keys, u, alpha = (tensor[slot] for tensor in memory.tensors())
     # value heads by the key head that they share
     state, u, alpha = (x.unflatten(dim, (keys.shape[1], -1)) for x, dim in ((state, 0), (u, 1), (alpha, 1)))
     for j in range(count):
@@ -57,7 +57,7 @@ def gated_delta_fold_triton(memory: DeltaState, state_slots: torch.Tensor, num_a
     assert all(tensor.is_contiguous() for tensor in memory.tensors())
     options = {} if is_interpreted() else {"num_warps": 8, "enable_fp_fusion": False}
     gated_delta_fold_kernel[(value_heads + triton.cdiv(channels, 1024), len(state_slots))](
-        *memory.tensors()[:5], state_slots, num_accepted, channels, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
+        *memory.tensors(), state_slots, num_accepted, channels, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
         PENDING=pending, DIM=dim, BLOCK=1024, **options,
     )  # fmt: skip
 

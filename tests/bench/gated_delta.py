@@ -94,7 +94,7 @@ def chain(key_heads, group, requests, rows, accepted):
     layers = max(8, min(48, DISTINCT_BYTES // (requests * weights.value_heads * 65536)))
     memories = [delta_memory(requests, weights, DEVICE) for _ in range(layers)]
     for memory in memories:
-        for tensor in memory.tensors()[1:5]:
+        for tensor in memory.tensors()[1:]:
             tensor.normal_().mul_(0.1)
     return Chain(
         weights=weights,

@@ -38,13 +38,11 @@ def delta_memory(slots, weights, device):
         pending_key=nan(key_heads, DIM),
         pending_u=nan(heads, DIM),
         pending_alpha=nan(heads),
-        arrivals=torch.zeros(slots, key_heads, dtype=torch.int32, device=device),
     )
 
 
 def copied(memory, dtype=None):
-    *numbers, arrivals = (tensor.clone() for tensor in memory.tensors())
-    return DeltaState(*(tensor.to(dtype or tensor.dtype) for tensor in numbers), arrivals)
+    return DeltaState(*(tensor.to(dtype or tensor.dtype, copy=True) for tensor in memory.tensors()))
 
 
 def doubled(weights):

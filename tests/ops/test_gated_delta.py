@@ -34,13 +34,11 @@ def memory(slots, group, device, dtype=torch.float32):
         pending_key=torch.full((slots, PENDING, KEY_HEADS, DIM), float("nan"), device=device, dtype=dtype),
         pending_u=torch.full((slots, PENDING, heads, DIM), float("nan"), device=device, dtype=dtype),
         pending_alpha=torch.full((slots, PENDING, heads), float("nan"), device=device, dtype=dtype),
-        arrivals=torch.zeros(slots, KEY_HEADS, dtype=torch.int32, device=device),
     )
 
 
 def copied(memory, dtype=None):
-    *numbers, arrivals = (tensor.clone() for tensor in memory.tensors())
-    return DeltaState(*(tensor.to(dtype or tensor.dtype) for tensor in numbers), arrivals)
+    return DeltaState(*(tensor.to(dtype or tensor.dtype, copy=True) for tensor in memory.tensors()))
 
 
 def naive(query, key, value, log_alpha, beta, state):

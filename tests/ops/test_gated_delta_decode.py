@@ -35,11 +35,10 @@ def run(implementation, x, weights, memory, slots, accepted, num_rows):
 
 def assert_memory_matches(memory, oracle):
     """Everything finite matches, and what was never written still is not."""
-    for actual, expected in zip(memory.tensors()[:5], oracle.tensors()[:5], strict=True):
+    for actual, expected in zip(memory.tensors(), oracle.tensors(), strict=True):
         written = expected.isfinite()
         assert torch.equal(actual.isfinite(), written)
         assert_matches(actual[written], expected[written])
-    assert (memory.arrivals == 0).all()
 
 
 @pytest.mark.parametrize("implementation", DECODE)
