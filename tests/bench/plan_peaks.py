@@ -7,7 +7,8 @@ a whole chunk behind the longest context, as many requests as there may be, and 
 the last rows of the chunks before are computed, over keys, values and states of random numbers.
 
 The bytes taken are those that torch has reserved, at the most, and what the driver counts for the process beside them:
-its context, loaded kernels and graphs.
+its context, loaded kernels and graphs. A driver inside a container may name no processes: then nothing else may run on
+the card.
 """
 
 import argparse
@@ -131,11 +132,13 @@ def measure(config: EngineConfig) -> dict[str, Any]:
 
 
 def used_bytes() -> int:
-    """Of this process, as the driver counts it."""
+    """Of this process, as the driver counts it; where it names no processes, of the whole card."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = dict(map(int, line.split(",")) for line in listed.splitlines())
-    return found[os.getpid()] * 2**20
+    pairs = (line.split(",") for line in listed.splitlines())
+    found = {int(pid): int(mib) * 2**20 for pid, mib in pairs if mib.strip().isdigit()}
+    free, total = torch.cuda.mem_get_info()
+    return found.get(os.getpid(), total - free)
 
 
 def by_part(
