@@ -38,7 +38,7 @@ LONG = 262_144
 WORK = ("CUDA graphs", "decode workspace", "prefill workspace", "staging of the host cache", "CUDA context", "reserve")
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "35b int8 four": ("35b", {"max_num_requests": 4, "kv_codec": "int8-g64"}),
-    "35b int8 one, small chunks": ("35b", {"max_num_requests": 1, "kv_codec": "int8-g64", "prefill_chunk": 512}),
+    "35b int8 one, small chunks": ("35b", {"max_num_requests": 1, "kv_codec": "int8-g64", "prefill_chunk": 1024}),
     "35b e8 four, window, host embedding": (
         "35b",
         {"max_num_requests": 4, "kv_codec": "rk4v4-e8", "mtp_window": 4096, "embedding_memory": "host"},
