@@ -37,7 +37,7 @@ from engine.models.weights import load_model
 from engine.ops.decode_slots import DecodeSlots
 from engine.ops.penalise import TokenCounts
 from engine.ops.sample_table import SamplingTable
-from engine.peak_memory import PeakMemory
+from engine.peak_memory import PeakMemory, bound_memory
 from engine.planner import OUTSIDE, Demand, Plan, plan
 from engine.request import EngineInfo
 from engine.sampler import Sampler
@@ -141,14 +141,8 @@ def _planned(config: EngineConfig, target: Target, host_file: int | None) -> tup
     planned = plan(demand)
     log.info("memory, as planned:\n%s", planned.table(budget))
     if target.device.type == "cuda" and config.memory_bytes is not None:
-        _hold_to(budget - planned.of(*OUTSIDE), target.device)
+        bound_memory(budget - planned.of(*OUTSIDE), target.device)
     return demand, planned
-
-
-def _hold_to(most: int, device: torch.device) -> None:
-    """What torch would take beyond that ends the process instead of growing into what others count on."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
 
 
 def _load_model(config: EngineConfig, target: Target, demand: Demand) -> Qwen3_5:

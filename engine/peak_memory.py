@@ -29,3 +29,11 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device) + self._outside_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bound_memory(most: int, device: torch.device) -> None:
+    """What torch would take on a GPU beyond `most` bytes raises instead of growing into what others count on."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    # unlike its neighbours, this function of torch refuses a device without an index
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), index)

@@ -63,7 +63,7 @@ STAGED_BLOCKS = 256
 # how far the searches for what fits look
 MOST_BLOCKS, MOST_REQUESTS = 1 << 22, 64
 # what the allocator cannot use between what it gave out; on a CPU the activations and logits as well
-RESERVE_BYTES = {"cuda": 64 * 2**20, "cpu": 384 * 2**20}
+RESERVE_BYTES = {"cuda": 256 * 2**20, "cpu": 384 * 2**20}
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,5 +113,5 @@ def test_chunks_are_smaller_before_a_start_is_refused():
 def test_a_host_without_room_for_the_embedding_is_refused():
     held = plan(replace(UNSIZED, device="cuda", is_embedding_on_host=True)).host_bytes
     check_host(replace(UNSIZED, device="cuda", is_embedding_on_host=True), held)
-    with pytest.raises(CapacityError, match="0.49 GiB of host memory"):
+    with pytest.raises(CapacityError, match=r"0\.49 GiB of host memory"):
         check_host(replace(UNSIZED, device="cuda", is_embedding_on_host=True), held - 1)

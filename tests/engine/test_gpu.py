@@ -22,6 +22,7 @@ from engine.errors import CheckpointError
 from engine.models.artifact import Artifact
 from engine.models.weights import load_model
 from engine.ops.quantized_weight import QuantizedWeight
+from engine.peak_memory import bound_memory
 from tests.embedded.haystack import haystack
 from tests.engine.runtime import drain, engine, finish, generate, request
 
@@ -254,6 +255,13 @@ def test_memory_stays_as_it_is(graphs, prompts):
         print(f"{done}; device {device[-1]:,}, host {host[-1]:,}", flush=True)
     assert max(device[2:]) <= device[1] + 2**20
     assert host[-1] <= host[1] + 2**24
+
+
+def test_memory_that_was_asked_for_is_held_to(prompts):
+    replies(prompts, device="cuda", memory_bytes=4 * 2**30)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+    bound_memory(torch.cuda.get_device_properties("cuda").total_memory, torch.device("cuda"))
 
 
 def resident_bytes() -> int:

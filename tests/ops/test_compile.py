@@ -10,7 +10,7 @@ from engine.ops.quantized_dot import ahead, num_iterations, num_segments
 from engine.ops.quantized_experts import experts_down_kernel, experts_swiglu_kernel
 from engine.ops.quantized_linear import constants_of as few_rows_constants
 from engine.ops.quantized_linear import linear_few_rows_kernel, registers_of
-from engine.ops.quantized_linear_rows import REGISTERS, linear_rows_kernel
+from engine.ops.quantized_linear_rows import linear_rows_kernel, registers_for
 from engine.ops.router_logits import router_logits_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
@@ -91,10 +91,10 @@ def check_few_rows(bits, last_bits, rows, columns, capability):
 def check_rows(bits, last_bits, blocks, columns, capability):
     constants = pair(bits, last_bits, columns, 16 if blocks == 1 else 8) | {"BLOCKS": blocks}
     del constants["INTERPRETED"]
-    ptx = check(
-        linear_rows_kernel, capability, POINTERS, constants, constants["SEGMENTS"] // 2, maxnreg=REGISTERS
-    )  # fmt: skip
-    assert "mma.sync.aligned.m16n8k32.row.col" in ptx and ptx.count("bar.sync") < 5 * blocks * 2
+    segments = constants["SEGMENTS"]
+    for registers in {registers_for(segments, programs=1, processors=132), registers_for(segments, 1024, 132)}:
+        ptx = check(linear_rows_kernel, capability, POINTERS, constants, segments // 2, maxnreg=registers)
+        assert "mma.sync.aligned.m16n8k32.row.col" in ptx and ptx.count("bar.sync") < 5 * blocks * 2
 
 
 def test_linear(capability):

@@ -8,7 +8,7 @@ import triton
 from engine.ops.quantize_rows import quantize_rows_reference
 from engine.ops.quantized_dot import num_segments
 from engine.ops.quantized_linear import quantized_linear_reference
-from engine.ops.quantized_linear_rows import constants_of, linear_rows_kernel
+from engine.ops.quantized_linear_rows import REGISTERS, constants_of, linear_rows_kernel, registers_for
 from engine.ops.quantized_weight import quantize_weight
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.ptx import Block
@@ -64,3 +64,10 @@ def test_bits_are_those_of_the_reference(rows, columns, matrices):
     x = quantize_rows_reference(torch.randn(rows, columns))
     residual = torch.randn(rows, sum(outputs for outputs, _ in matrices))
     assert torch.equal(run(x, weights, residual), quantized_linear_reference(x, weights, torch.float32, residual))
+
+
+@pytest.mark.parametrize(
+    "segments, programs, expected", [(8, 772, REGISTERS), (16, 128, REGISTERS), (16, 320, None), (16, 1024, None)]
+)
+def test_registers_leave_room_for_a_second_program_where_there_is_one(segments, programs, expected):
+    assert registers_for(segments, programs, processors=132) == expected
