@@ -246,7 +246,8 @@ def launch_matmul(
         x.stride(0), y.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
         BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, NUM_STAGES=shape.num_stages,
         IS_SWIGLU=is_swiglu, HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers,
-        SCATTERS=scatters, HALVES_OUTPUT=halves_output, INTERPRETED=is_interpreted(), **options,
+        SCATTERS=scatters, HALVES_OUTPUT=halves_output, WAITS=_capability(x.device)[0] == 9,
+        INTERPRETED=is_interpreted(), **options,
     )  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def quantized_matmul_kernel(
     groups, tiles,
     BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     IS_SWIGLU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GROUPED: tl.constexpr, GATHERS: tl.constexpr,
-    SCATTERS: tl.constexpr, HALVES_OUTPUT: tl.constexpr, INTERPRETED: tl.constexpr,
+    SCATTERS: tl.constexpr, HALVES_OUTPUT: tl.constexpr, WAITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     if IS_GROUPED:
@@ -294,6 +295,8 @@ def quantized_matmul_kernel(
             acc = add_product(
                 acc, low, high, bytes_ptr, scales_ptr, tile * groups + group, known % 16, BITS, INTERPRETED
             )
+            if WAITS:
+                acc = ended(acc)
         if IS_SWIGLU:
             pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
             gate, up = tl.split(pairs)
@@ -323,6 +326,18 @@ def add_product(
     low, high = load_weights(bytes_ptr + (tile_group * (128 * BITS) + row * 16), scale, x_low.dtype, BITS)
     acc = multiply(low, x_low, acc, INTERPRETED)
     return multiply(high, x_high, acc, INTERPRETED)
+
+
+@triton.jit
+def ended(acc):
+    """acc, once the matrix instructions that add to it have ended.
+
+    Those of a warp group read weights from registers until then. Triton lets the last one of an iteration end in the
+    next, and the ptxas of Triton 3.6 (12.8) gives its registers to what that begins with: on an H200 rows had other
+    bits than alone, and now and then an infinite number. Without the wait it also makes some of these loops wait for
+    each instruction.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from engine.ops.quantized_grouped import (
 )
 from engine.ops.quantized_matmul import (
     MatmulShape,
+    down_shape_for,
     in_order_of,
     launch_matmul,
     matmul_shape_for,
@@ -37,6 +38,8 @@ BITS = pytest.mark.parametrize("bits", [4, 8])
 # products of bf16 round weights and activations; the interpreter multiplies in fp32
 DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
 SMALL = MatmulShape(16, 32, 4, 2)
+# arguments that are multiples of 16; an expert's width of 512 has 8 groups
+SIXTEENS = ("x_stride", "y_stride", "outputs", "tiles", "groups")
 
 
 def matrix(bits, *shape, device):
@@ -154,21 +157,36 @@ def test_matches_the_fixed_tolerance_in_fp32():
     assert_matches(quantized_matmul_reference(x, [weight], torch.float32), exact)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
-@pytest.mark.parametrize("is_swiglu", [False, True])
-@pytest.mark.parametrize("capability", [86, 90])
-def test_compiles_within_shared_memory(capability, is_swiglu):
-    shape = matmul_shape_for((capability // 10, capability % 10), 4096, is_swiglu)
+def compiled_matmul(capability, shape, is_swiglu, bits=4, sixteens=(), *, is_grouped=True):
     pointers = {"x": "bf16", "bytes": "i8", "scales": "fp16", "y": "bf16", "residual": "bf16", "order": "i32"}
     types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
     types |= dict.fromkeys(("x_stride", "y_stride", "rows", "outputs", "groups", "tiles"), "i32")
     constants = {
-        "BITS": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
-        "NUM_STAGES": shape.num_stages, "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not is_swiglu, "IS_GROUPED": True,
-        "GATHERS": 8 if is_swiglu else 0, "SCATTERS": not is_swiglu, "HALVES_OUTPUT": is_swiglu, "INTERPRETED": False,
+        "BITS": bits, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "NUM_STAGES": shape.num_stages,
+        "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not (is_swiglu or is_grouped), "IS_GROUPED": is_grouped,
+        "GATHERS": 8 if is_swiglu and is_grouped else 0, "SCATTERS": is_grouped and not is_swiglu,
+        "HALVES_OUTPUT": is_swiglu, "WAITS": capability == 90, "INTERPRETED": False,
     }  # fmt: skip
-    made = compiled(quantized_matmul_kernel, capability, types, constants, shape.num_warps)
+    return compiled(quantized_matmul_kernel, capability, types, constants, shape.num_warps, sixteens)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("is_swiglu", [False, True])
+@pytest.mark.parametrize("capability", [86, 90])
+def test_compiles_within_shared_memory(capability, is_swiglu):
+    made = compiled_matmul(capability, matmul_shape_for(divmod(capability, 10), 4096, is_swiglu), is_swiglu)
     assert made.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
+@BITS
+@pytest.mark.parametrize("rows", [8, 64, 4096])
+def test_weights_stay_in_registers_until_their_products_have_ended(rows, bits):
+    """`compiled` asks so of every kernel; here of all shapes that a Hopper card runs, as both models launch them."""
+    large = (9, 0)
+    compiled_matmul(90, matmul_shape_for(large, rows, True), True, bits, SIXTEENS)
+    compiled_matmul(90, down_shape_for(large, rows), False, bits, SIXTEENS[:-1])
+    compiled_matmul(90, matmul_shape_for(large, rows, False, 2048), False, bits, SIXTEENS, is_grouped=False)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
