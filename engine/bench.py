@@ -25,6 +25,7 @@ from pydantic import Field
 
 from config import ConfigError, EngineConfig, load
 from config.load import usage
+from config.output import while_read
 from config.section import Section
 from engine import EngineClient, EngineError, EngineInfo, Request, SamplingParams
 from engine.models.config import MoeConfig, read_config
@@ -284,4 +285,4 @@ def _commit() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

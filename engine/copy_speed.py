@@ -1,6 +1,10 @@
 """How fast the GPU copies its own memory: `python -m engine.copy_speed` prints bytes read and written a second."""
 
+import sys
+
 import torch
+
+from config.output import while_read
 
 COPIED_BYTES = 2 * 2**30
 ROUNDS = 20
@@ -19,5 +23,10 @@ def copy_bytes_per_s() -> float:
     return 2 * COPIED_BYTES * ROUNDS / (began.elapsed_time(ended) / 1000)
 
 
-if __name__ == "__main__":
+def main() -> int:
     print(copy_bytes_per_s() if torch.cuda.is_available() else "no GPU")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(while_read(main))

@@ -14,6 +14,7 @@ from pydantic import ByteSize, Field, model_validator
 from config import ConfigError, load
 from config.engine import BLOCK_SIZE
 from config.load import usage
+from config.output import while_read
 from config.section import Section
 from engine.checkpoint_dir import resolve_checkpoint
 from engine.errors import CheckpointError
@@ -162,4 +163,4 @@ def _heading(demand: Demand) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

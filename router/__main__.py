@@ -11,6 +11,7 @@ import uvloop
 
 from config import ConfigError, RouterConfig, load, settings_file, usage
 from config.listen import PortError, address, bind
+from config.output import while_read
 from router.admin import admin_app
 from router.app import Gateway
 from router.guard import beside
@@ -65,4 +66,4 @@ async def serve(gateway: Gateway, reloader: Reloader, listener: socket.socket, a
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(while_read(main, sys.argv[1:]))

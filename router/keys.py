@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from config import ConfigError, Key
 from config.keys import digest, generate, read_keys, write_keys
+from config.output import while_read
 
 LIMITS = tuple(name for name in Key.model_fields if name not in ("name", "sha256"))
 
@@ -90,4 +91,4 @@ def _words(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(while_read(main, sys.argv[1:]))

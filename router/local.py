@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from config import ConfigError, EngineConfig, RouterConfig, ServerConfig, load, split_flags, usage
 from config.keys import Key, digest, generate, write_keys
 from config.listen import PortError, bind
+from config.output import while_read
 from router.discovery import known_upstreams
 
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
@@ -300,4 +301,4 @@ def _url(host: str, port: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(while_read(main, sys.argv[1:]))

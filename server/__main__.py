@@ -1,6 +1,7 @@
 """``python -m server``: the OpenAI-compatible server over the engine."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from config import ConfigError, EngineConfig, ServerConfig, load_keys
 from config.listen import KEEP_ALIVE_S, PortError, address, bind, deadline_protocol
 from config.load import load, usage
+from config.output import while_read
 from engine import Engine, EngineClient, resolve_checkpoint
 from server.app import build_app
 from server.auth import AccessControl
@@ -59,7 +61,9 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
     def announce(model: ServedModel) -> None:
         keep_loaded()
-        print(banner(model, address(listener), config), flush=True)
+        # whoever started it may have stopped listening to it, and it serves all the same
+        with contextlib.suppress(BrokenPipeError):
+            print(banner(model, address(listener), config), flush=True)
 
     def give_up(error: Exception) -> None:
         failures.append(error)
@@ -145,4 +149,4 @@ def banner(model: ServedModel, url: str, config: ServerConfig) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(while_read(main, sys.argv[1:]))

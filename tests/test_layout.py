@@ -58,7 +58,7 @@ ARROWS = {
     },
     "engine/capacity": {"engine/errors", "engine/planner", "config"},
     "engine/messages": {"engine/request"},
-    "engine/convert": {"engine/ops", "engine/models", "engine/models/config", "engine/errors"},
+    "engine/convert": {"engine/ops", "engine/models", "engine/models/config", "engine/errors", "config"},
     "engine/embedded": {"engine/ops", "engine/cache", "engine/models", "engine/convert", "engine/batch", "config"},
     "engine": {
         "engine/ops",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from config.output import while_read
 from engine.convert.convert import convert
 from engine.convert.recipes import RECIPES
 from engine.errors import CheckpointError
@@ -55,4 +56,4 @@ def _print_errors(errors: dict[str, dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

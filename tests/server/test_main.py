@@ -71,6 +71,22 @@ def test_one_line_says_what_is_served_and_a_signal_drains(start):
     assert "Traceback" not in process.stderr.read()
 
 
+def test_what_nobody_reads_ends_no_service(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    process = start("--port", str(port), "--served-model-name", "scripted-model")
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    # it listens before there is a model to tell of
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=httpx.HTTPTransport(retries=10)) as client:
+        while client.get("/ready").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert client.post("/v1/chat/completions", json=ask("go")).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert "Traceback" not in process.stderr.read()
+
+
 def test_the_model_that_comes_with_the_project_is_found_by_its_name(start):
     process = start("--port", "0", "--model", "longlane-tiny")
     line = process.stdout.readline()
