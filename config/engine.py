@@ -82,7 +82,9 @@ class EngineConfig(Section):
     and answers can be computed back from what lies there: treat it like them."""
 
     disk_cache_bytes: ByteSize = Field(default=ByteSize(64 * 2**30), ge=2**20)
-    """Most that the files in `disk_cache_dir` take together; what was used longest ago goes."""
+    """Most that the files in `disk_cache_dir` take together; what was used longest ago goes. No more than the file
+    system has for them at the start: what they take already and what is free, less a twentieth of its size or 4 GiB,
+    whichever is less, so that programs beside the cache can still write."""
 
     deterministic: bool = False
     """Reuse only what was computed as part of a prompt, so that reuse never changes a token. Answers, which are

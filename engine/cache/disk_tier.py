@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from engine.cache.host_index import Record
 from engine.cache.host_slab import crc
 
@@ -31,6 +33,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # files of a size that must be there before a full file system is taken for a lower limit: with fewer, it is others who
 # have filled it
 LEAST_KEPT = 4
+# of a file system, what the cache leaves free: programs beside it fail where they cannot write, a cache only keeps less
+SPARED_SHARE = 20
+MOST_SPARED = 4 * 2**30
 
 Name = tuple[bool, bytes]
 
@@ -44,11 +49,32 @@ class File:
     used_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of a file system. spared_bytes  what is to stay free"""
+
+    free_bytes: int
+    spared_bytes: int
+
+
+def room_of(directory: Path) -> Room | None:
+    """Where the directory is, or will be; None where the file system does not tell."""
+    for path in (directory, *directory.absolute().parents):
+        with contextlib.suppress(OSError):
+            found = os.statvfs(path)
+            size = found.f_blocks * found.f_frsize
+            # some network file systems have no such numbers
+            return Room(found.f_bavail * found.f_frsize, min(size // SPARED_SHARE, MOST_SPARED)) if size else None
+    return None
+
+
 class DiskTier:
     """What any engine of the same weights, codec and arithmetic may use; each such key has a directory of its own.
 
     Calls that touch files belong to one thread. `has` may be asked from anywhere. A file that cannot be read, or is not
     what its name says, is removed and counted; where nothing can be written, nothing is, with a warning.
+
+    limit_bytes  of all files together; less where the file system had no room for them at the start
     """
 
     def __init__(self, directory: Path, key: bytes, limit_bytes: int) -> None:
@@ -173,7 +199,20 @@ class DiskTier:
                 self._forget(name)
             else:
                 self._files[name] = file
+        self._limit_bytes = self._within_room(self._limit_bytes)
         self._make_room(0)
+
+    def _within_room(self, limit_bytes: int) -> int:
+        """The limit, or what the file system has for this cache, with a warning."""
+        room = room_of(self._directory)
+        if room is None or limit_bytes <= (most := max(0, room.free_bytes + self.num_bytes - room.spared_bytes)):
+            return limit_bytes
+        log.warning(
+            "the disk tier of the prefix cache holds %s instead of disk_cache_bytes, %s: its files take %s, "
+            "of the file system %s are free, and %s are to stay free for others",
+            *map(_told, (most, limit_bytes, self.num_bytes, room.free_bytes, room.spared_bytes)),
+        )
+        return most
 
     def _walk(self) -> Iterator[File]:
         try:
@@ -222,6 +261,11 @@ class DiskTier:
         if time.monotonic() - self._warned_s >= WARNING_GAP_S:
             self._warned_s = time.monotonic()
             log.warning("the disk tier of the prefix cache goes on without what cannot be %s: %s", what, error)
+
+
+def _told(num_bytes: int) -> str:
+    """As a setting is written."""
+    return ByteSize(num_bytes).human_readable()
 
 
 def _is_directory(path: Path) -> bool:

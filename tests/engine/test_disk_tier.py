@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,6 +148,65 @@ def test_a_file_system_smaller_than_the_limit_keeps_what_is_newest(directory, mo
     assert is_read(tier, 39) and not tier.has(False, record(1).block_hash)
     assert tier.counts["num_failures"] == 0 and tier.counts["num_evicted"] > 10
     assert tier.num_bytes == sum(path.stat().st_size for path in files(directory)) <= 5700
+
+
+@pytest.fixture
+def file_system(monkeypatch):
+    """One of 20,000 bytes, of which a twentieth is left to others."""
+
+    def has_free(count, size=20_000):
+        told = SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=count, f_bfree=count + 5000)
+        monkeypatch.setattr("os.statvfs", lambda path: told)
+
+    return has_free
+
+
+def test_no_more_is_kept_than_was_free_at_the_start(directory, file_system, caplog):
+    file_system(6000)
+    tier = open_tier(directory)
+    assert "holds 4.9KiB instead of disk_cache_bytes, 976.6KiB" in caplog.text
+    for number in range(1, 40):
+        write(tier, number)
+    assert is_read(tier, 39) and not tier.has(False, record(1).block_hash)
+    assert 3000 < tier.num_bytes <= 5000 and tier.counts["num_failures"] == 0
+
+
+def test_the_files_that_are_there_count_as_room(directory, file_system, caplog):
+    tier = open_tier(directory)
+    for number in range(1, 6):
+        write(tier, number)
+    held = tier.num_bytes
+    file_system(1000 + HEADER.size + SIZE)
+    tier = open_tier(directory, limit=held + HEADER.size + SIZE)
+    write(tier, 6)
+    assert [tier.has(False, record(n).block_hash) for n in (1, 6)] == [True, True] and not caplog.text
+    # others have filled it: as much is given back as they are to have
+    file_system(0)
+    tier = open_tier(directory)
+    assert tier.num_bytes == sum(path.stat().st_size for path in files(directory)) <= held + HEADER.size + SIZE - 1000
+    assert is_read(tier, 6)
+
+
+def test_both_limits_are_told(directory, monkeypatch, caplog):
+    told = SimpleNamespace(f_frsize=4096, f_blocks=2**38 // 4096, f_bavail=10 * 2**30 // 4096)
+    monkeypatch.setattr("os.statvfs", lambda path: told)
+    open_tier(directory, limit=64 * 2**30)
+    assert "holds 6.0GiB instead of disk_cache_bytes, 64.0GiB" in caplog.text
+    assert "take 0B, of the file system 10.0GiB are free, and 4.0GiB" in caplog.text
+
+
+def test_a_file_system_without_room_or_numbers_ends_no_start(directory, file_system, monkeypatch, caplog):
+    file_system(500)
+    tier = open_tier(directory)
+    write(tier, 1)
+    assert files(directory) == [] and "holds 0B" in caplog.text
+    # nothing is known: what is asked for is taken
+    caplog.clear()
+    file_system(0, size=0)
+    write(open_tier(directory), 1)
+    monkeypatch.setattr("os.statvfs", lambda path: _full())
+    tier = open_tier(directory)
+    assert is_read(tier, 1) and not caplog.text
 
 
 def _full():
