@@ -63,10 +63,18 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class CalledCustom(TypedDict):
+    name: str
+    input: str
+
+
 class Call(TypedDict):
+    """Has the object of its type."""
+
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[CalledFunction]
+    custom: NotRequired[CalledCustom]
 
 
 class AnswerMessage(TypedDict):

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 import engine
 from server.answer import Answer, end_of_stream, start_answer
-from server.answers import AnswerMessage, ChatCompletion
+from server.answers import AnswerMessage, Call, ChatCompletion
 from server.auth import Caller
 from server.choice import Delta
 from server.continuation import Ending, check_form, prompt_ending
@@ -34,7 +34,7 @@ from server.sampling import OutputLimit, check_ranges, num_logprobs, sampling_fo
 from server.serving import Serving
 from server.sse import data, event_stream, unless_disconnected
 from server.tool_calls import CallArguments, CallStart, Content
-from server.tool_schema import ToolSchemas, declared_tools
+from server.tool_schema import ToolSchemas, declared_tools, freeform_names
 
 CHUNK = "chat.completion.chunk"
 BEGINNING = b'{"role":"assistant","content":""}'
@@ -44,7 +44,7 @@ BEGINNING = b'{"role":"assistant","content":""}'
 class ChatPlan:
     """A checked request, before its prompt is rendered. Everything in it is certain to be well-formed.
 
-    tools       declarations for the template, as the client wrote them
+    tools       declarations for the template
     options     the template's options
     ending      where the prompt ends
     """
@@ -159,7 +159,7 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
         body=body,
         rules=TextRules(
             token_bytes=model.files.vocabulary.token_bytes,
-            tools=ToolSchemas(functions) if functions else None,
+            tools=ToolSchemas(functions, freeform_names(body.tools)) if functions else None,
             stops=stop_strings(body.stop),
             is_parallel=is_parallel,
         ),
@@ -220,13 +220,20 @@ def _delta_body(event: Event) -> bytes | None:
         case Reasoning(text):
             written = to_json(text)
             return b'{"reasoning_content":%b,"reasoning":%b}' % (written, written)
-        case CallArguments(index, text):
-            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, to_json(text))
-        case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return to_json({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
+        case CallArguments(index, text, is_freeform):
+            # of type custom as OpenAI writes them, though its description of chunks knows functions alone
+            kind, field = (b"custom", b"input") if is_freeform else (b"function", b"arguments")
+            return b'{"tool_calls":[{"index":%d,"%b":{"%b":%b}}]}' % (index, kind, field, to_json(text))
+        case CallStart(index):
+            return to_json({"tool_calls": [{"index": index, **_call(event, "")}]})
         case _:
             return None
+
+
+def _call(start: CallStart, text: str) -> Call:
+    if start.is_freeform:
+        return {"id": start.call_id, "type": "custom", "custom": {"name": start.name, "input": text}}
+    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": text}}
 
 
 async def _whole(chat: ChatAnswer) -> ChatCompletion:
@@ -281,12 +288,5 @@ class WholeMessage:
         if reasoning := "".join(self._reasoning):
             body |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self._calls:
-            body["tool_calls"] = [
-                {
-                    "id": start.call_id,
-                    "type": "function",
-                    "function": {"name": start.name, "arguments": "".join(parts)},
-                }
-                for start, parts in self._calls
-            ]
+            body["tool_calls"] = [_call(start, "".join(parts)) for start, parts in self._calls]
         return body

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import engine
 from server.errors import BadRequestError, UnsupportedError
+from server.freeform import CUSTOM
 from server.reasoning import CLOSE
 from server.schema_ends import check_ends
 from server.schema_shape import check_shape
@@ -149,13 +150,14 @@ def tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
         return ToolChoice()
     if choice in ("auto", "none", "required"):
         return ToolChoice(choice)
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind in ("function", CUSTOM):
         # one API has the name in an object of its own
-        name = _dict(choice.get("function", choice)).get("name")
+        name = _dict(choice.get(kind, choice)).get("name")
         if isinstance(name, str):
             return ToolChoice("required", name)
-        raise BadRequestError("tool_choice: the function has no name.", param="tool_choice")
-    raise UnsupportedError("tool_choice: none of auto, none, required, or one function by name.", param="tool_choice")
+        raise BadRequestError(f"tool_choice: the {kind} tool has no name.", param="tool_choice")
+    raise UnsupportedError("tool_choice: none of auto, none, required, or one tool by name.", param="tool_choice")
 
 
 def callable_functions(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> list[Mapping[str, Any]]:
@@ -163,7 +165,7 @@ def callable_functions(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -
     functions = [tool["function"] for tool in tools if choice.kind != "none"]
     chosen = [function for function in functions if choice.name in (None, function["name"])]
     if choice.kind == "required" and not chosen:
-        missing = "function" if choice.name is None else f"function {choice.name!r}"
+        missing = "function" if choice.name is None else f"tool named {choice.name!r}"
         raise BadRequestError(f"tool_choice: a call is required, but tools has no {missing}.", param="tool_choice")
     return chosen
 

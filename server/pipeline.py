@@ -138,7 +138,7 @@ def join(events: Sequence[Event]) -> list[Event]:
         if isinstance(event, Content | Reasoning) and type(last) is type(event):
             joined[-1] = type(event)(last.text + event.text)
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            joined[-1] = CallArguments(event.index, last.text + event.text)
+            joined[-1] = event._replace(text=last.text + event.text)
         else:
             joined.append(event)
     return joined

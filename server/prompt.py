@@ -11,7 +11,8 @@ from server.chat_template import ChatTemplate
 from server.checkpoint import TextFiles, Vocabulary
 from server.continuation import Ending, open_part
 from server.errors import BadRequestError, PromptTooLongError, UnsupportedError
-from server.protocol import ChatMessage, ContentPart
+from server.freeform import CUSTOM, INPUT
+from server.protocol import ChatMessage, ContentPart, ToolCall
 from server.reasoning import is_open
 from server.schema_shape import check_levels
 from server.tokens import TextEncoder, TooManyTokensError
@@ -169,10 +170,18 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
         turn["reasoning_content"] = message.reasoning_content or message.reasoning or ""
         if message.tool_calls:
             turn["tool_calls"] = [
-                {"name": call.function.name, "arguments": arguments(call.function.arguments)}
-                for call in message.tool_calls
+                _call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)
             ]
     return turn
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    if call.custom is not None:
+        return {"name": call.custom.name, "arguments": {INPUT: call.custom.input or ""}}
+    if call.function is None:
+        kind = CUSTOM if call.type == CUSTOM else "function"
+        raise BadRequestError(f"{where}.{kind} is missing.", param=f"{where}.{kind}")
+    return {"name": call.function.name, "arguments": arguments(call.function.arguments)}
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:

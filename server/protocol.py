@@ -62,10 +62,18 @@ class FunctionCall(msgspec.Struct):
     arguments: Any = None
 
 
+class CustomCall(msgspec.Struct):
+    name: str
+    input: str | None = None
+
+
 class ToolCall(msgspec.Struct):
-    function: FunctionCall
+    """Has the object of its type."""
+
+    function: FunctionCall | None = None
     id: str | None = None
     type: str | None = None
+    custom: CustomCall | None = None
 
 
 class ContentPart(msgspec.Struct):

@@ -15,6 +15,7 @@ from server.answers import DeletedResponse, ResponseObject, ResponseUsage
 from server.auth import Caller
 from server.choice import Delta
 from server.errors import ApiError, BadRequestError, PromptTooLongError, UnsupportedError, from_exception
+from server.freeform import INPUT
 from server.grammar import AnswerForm, answer_form, callable_functions, response_schema, tool_choice
 from server.http import json_response, read_json
 from server.model import ServedModel, check_model
@@ -24,11 +25,9 @@ from server.protocol import ChatMessage, FunctionCall, ToolCall, to_json
 from server.reasoning import Reasoning
 from server.response_store import KeptResponse, ResponseStore
 from server.responses_protocol import (
-    INPUT,
     OFFERED,
     FunctionNames,
     ResponsesRequest,
-    function_choice,
     function_names,
     function_tools,
     input_messages,
@@ -168,7 +167,7 @@ def _plan(body: ResponsesRequest, earlier: Sequence[ChatMessage], tenant: str) -
     _check_form(body)
     names = function_names(body.tools)
     messages = [*earlier, *input_messages(body.input, names)]
-    tools, choice = declared_tools(function_tools(body.tools, names)), tool_choice(function_choice(body.tool_choice))
+    tools, choice = declared_tools(function_tools(body.tools, names)), tool_choice(body.tool_choice)
     functions = callable_functions(tools, choice)
     schema = response_schema(body.text.format if body.text else None, "text.format")
     is_parallel = body.parallel_tool_calls is not False

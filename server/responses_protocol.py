@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from server.errors import BadRequestError, UnsupportedError
+from server.freeform import CUSTOM, INPUT, described
 from server.protocol import ChatMessage, ContentPart, FunctionCall, SamplingFields, ToolCall
 
 
@@ -79,10 +80,8 @@ class FunctionNames:
         return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 
 
-OFFERED = frozenset({"function", "custom"})
+OFFERED = frozenset({"function", CUSTOM})
 CALLS = frozenset({"function_call", "custom_tool_call"})
-# the one parameter of a tool of type custom, as the model knows it
-INPUT = "input"
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
 
@@ -156,12 +155,19 @@ def _named(value: str | None, where: str) -> str:
 
 
 def function_names(tools: Sequence[dict[str, Any]] | None) -> FunctionNames:
-    """What is no usable name is left for the check of the declarations."""
+    """What is no usable name is left for the check of the declarations. raises BadRequestError for one of two kinds"""
     found = [(space, tool["name"]) for space, tool in _functions(tools) if isinstance(tool.get("name"), str)]
     times = Counter(name for _, name in found)
     shown = {(space, name): name if space is None or times[name] == 1 else f"{space}__{name}" for space, name in found}
-    custom = (shown.get((space, tool.get("name"))) for space, tool in _functions(tools) if tool["type"] == "custom")
-    return FunctionNames(shown, frozenset(name for name in custom if name is not None))
+    kinds: dict[str, set[str]] = {kind: set() for kind in OFFERED}
+    for space, tool in _functions(tools):
+        if isinstance(name := tool.get("name"), str):
+            kinds[tool["type"]].add(shown[space, name])
+    if both := kinds["function"] & kinds[CUSTOM]:
+        raise BadRequestError(
+            f"tools: {min(both)!r} is the name of a function and of a tool of type custom.", param="tools"
+        )
+    return FunctionNames(shown, frozenset(kinds[CUSTOM]))
 
 
 def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames) -> list[dict[str, Any]]:
@@ -171,7 +177,7 @@ def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames)
             "type": "function",
             "function": {
                 "name": names.of_call(space, name) if isinstance(name := tool.get("name"), str) else name,
-                **(_freeform(tool) if tool["type"] == "custom" else _with_parameters(tool)),
+                **(described(tool) if tool["type"] == CUSTOM else _with_parameters(tool)),
             },
         }
         for space, tool in _functions(tools)
@@ -180,22 +186,6 @@ def function_tools(tools: Sequence[dict[str, Any]] | None, names: FunctionNames)
 
 def _with_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": tool.get("description") or "", "parameters": tool.get("parameters")}
-
-
-def _freeform(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A text is one string parameter. Its grammar is told to the model, and not enforced."""
-    description, form = tool.get("description") or "", tool.get("format")
-    if isinstance(form, dict) and isinstance(definition := form.get("definition"), str):
-        description += f"\n\nThe {INPUT} follows this {form.get('syntax', 'lark')} grammar:\n{definition}"
-    schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    return {"description": description, "parameters": schema}
-
-
-def function_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """A choice of a tool of type custom names a function of the model."""
-    if isinstance(choice, Mapping) and choice.get("type") == "custom":
-        return {**choice, "type": "function"}
-    return choice
 
 
 def _functions(tools: Sequence[dict[str, Any]] | None) -> Iterator[tuple[str | None, dict[str, Any]]]:

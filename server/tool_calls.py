@@ -39,9 +39,12 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
+    """is_freeform  it is called with one text, and no object of parameters"""
+
     index: int
     call_id: str
     name: str
+    is_freeform: bool = False
 
 
 class CallArguments(NamedTuple):
@@ -49,6 +52,7 @@ class CallArguments(NamedTuple):
 
     index: int
     text: str
+    is_freeform: bool = False
 
 
 class CallEnd(NamedTuple):
@@ -167,7 +171,7 @@ class ToolCallParser:
                 return [Content(text)]
             if self._read == self._read_value and self._is_text and text[-1] != "\n":
                 written = self._written(text)
-                return [CallArguments(self._index, written)] if written else []
+                return [CallArguments(self._index, written, self._is_freeform)] if written else []
         self._buffer += text
         return self._drain(is_final=False)
 
@@ -349,7 +353,7 @@ class ToolCallParser:
         self._index, self._name, self._num_parameters = self.num_calls, name, 0
         self._is_freeform = self._tools.is_freeform(name)
         self.num_calls += 1
-        self._events.append(CallStart(self._index, f"call_{secrets.token_hex(12)}", name))
+        self._events.append(CallStart(self._index, f"call_{secrets.token_hex(12)}", name, self._is_freeform))
         self._read = self._read_function
 
     def _start_value(self, name: str) -> None:
@@ -405,7 +409,7 @@ class ToolCallParser:
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._events.append(CallArguments(self._index, text))
+            self._events.append(CallArguments(self._index, text, self._is_freeform))
 
     def _skip(self, count: int) -> None:
         self._buffer = self._buffer[count:]

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from server.errors import BadRequestError
+from server.freeform import CUSTOM, described
 
 STRING = frozenset({"string"})
 MAX_DEPTH = 8
@@ -87,11 +88,34 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def declared_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The function tools; other types are skipped. raises BadRequestError for a function without a usable name"""
-    declared = [(index, tool) for index, tool in enumerate(tools or []) if tool.get("type", "function") == "function"]
-    for index, tool in declared:
-        _check_function(f"tools[{index}].function", tool.get("function"))
-    return [tool for _, tool in declared]
+    """The functions as the chat template takes them, tools of type custom among them; other types are skipped.
+
+    raises  BadRequestError for a tool without a usable name, and for a name that stands for two kinds of tools
+    """
+    declared: list[dict[str, Any]] = []
+    kinds: dict[str, str] = {}
+    for index, tool in enumerate(tools or []):
+        kind = tool.get("type", "function")
+        if kind not in ("function", CUSTOM):
+            continue
+        where, told = f"tools[{index}].{kind}", tool.get(kind)
+        _check_function(where, told)
+        if kinds.setdefault(told["name"], kind) != kind:
+            raise BadRequestError(
+                f"{where}.name: {told['name']!r} is the name of a function and of a tool of type custom.",
+                param=f"{where}.name",
+            )
+        declared.append(tool if kind == "function" else _as_function(told))
+    return declared
+
+
+def freeform_names(tools: Iterable[Mapping[str, Any]] | None) -> frozenset[str]:
+    """Of declared tools, those of type custom."""
+    return frozenset(tool[CUSTOM]["name"] for tool in tools or () if tool.get("type") == CUSTOM)
+
+
+def _as_function(custom: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": custom["name"], **described(custom)}}
 
 
 def _check_function(where: str, function: Any) -> None:

@@ -58,6 +58,9 @@ def named_events(text: str) -> list[dict]:
 async def by_chat(make) -> tuple[Read, Read]:
     streamed = test_chat.joined(events(await text_of(chat._events(chat.ChatAnswer(make(), False, False), "r"))))[0]
     whole = (await chat._whole(chat.ChatAnswer(make(), False, False)))["choices"][0]
+    for made in (*streamed["calls"], *whole["message"].get("tool_calls", ())):
+        name = made["name"] if "name" in made else made[made["type"]]["name"]
+        assert (made["type"] == "custom") == (name == FREEFORM["name"])
     calls = [(call["name"], call["arguments"]) for call in streamed["calls"]]
     (finish,) = streamed["finishes"]
     return Read(streamed["content"], streamed["reasoning"], calls, finish), Read(*test_chat.message_of(whole).values())

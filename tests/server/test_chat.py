@@ -4,13 +4,27 @@ import json
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.lib.streaming._deltas import accumulate_delta
+from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageCustomToolCall
 
+from tests.server.conftest import PATCH
 from tests.server.live import NAME, running
 from tests.server.raw import TOOLS as FUNCTIONS
 from tests.server.raw import call
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+
+
+# the field of a call's object by the type of the call
+CALLED_WITH = {"function": "arguments", "custom": "input"}
+CUSTOM = {
+    "type": "custom",
+    "custom": {
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "*** Begin Patch"'}},
+    },
+}
 
 
 def ask(text: str, **fields) -> dict:
@@ -36,12 +50,15 @@ def joined(chunks: list) -> dict:
             for part in delta.get("tool_calls", ()):
                 if "id" in part:
                     assert part["index"] == len(made["calls"])
-                    assert part["function"]["arguments"] == ""
-                    made["calls"].append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
+                    kind, name = part["type"], part[part["type"]]["name"]
+                    assert part[kind] == {"name": name, CALLED_WITH[kind]: ""}
+                    made["calls"].append({"id": part["id"], "type": kind, "name": name, "arguments": ""})
                 else:
-                    assert set(part) == {"index", "function"}
-                    assert set(part["function"]) == {"arguments"}
-                    made["calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+                    call = made["calls"][part["index"]]
+                    assert set(part) == {"index", call["type"]}
+                    ((field, text),) = part[call["type"]].items()
+                    assert field == CALLED_WITH[call["type"]]
+                    call["arguments"] += text
             if choice["finish_reason"]:
                 made["finishes"].append(choice["finish_reason"])
     return choices
@@ -53,7 +70,7 @@ def message_of(choice: dict) -> dict:
     return {
         "content": message["content"] or "",
         "reasoning": message.get("reasoning_content", ""),
-        "calls": [(call["function"]["name"], call["function"]["arguments"]) for call in calls],
+        "calls": [(call[call["type"]]["name"], call[call["type"]][CALLED_WITH[call["type"]]]) for call in calls],
         "finish": choice["finish_reason"],
     }
 
@@ -66,6 +83,8 @@ PROMPTS = [
     ("call twice", {"tools": TOOLS}),
     ("call in characters", {"tools": TOOLS}),
     ("cut the call", {"tools": TOOLS, "max_tokens": 20}),
+    ("write the patch", {"tools": [CUSTOM, *TOOLS], "n": 2}),
+    ("cut the patch", {"tools": [CUSTOM], "max_tokens": 30}),
     ("only think", {"max_tokens": 3}),
     ("stop here", {"stop": "own fox"}),
     ("stop here", {"stop": ["zzz", "quick"]}),
@@ -205,8 +224,86 @@ def test_null_is_absent(live):
 
 
 def test_other_tool_types_are_skipped(live):
-    tools = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}, *TOOLS]
+    tools = [{"type": "web_search"}, {"type": "code_interpreter", "custom": {}}, *TOOLS]
     assert whole(live, "call the tool", tools=tools)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def custom_calls(message) -> list[tuple[str, str, str]]:
+    return [(made.type, made.custom.name, made.custom.input) for made in message.tool_calls]
+
+
+def test_the_sdk_reads_a_call_with_free_text(live):
+    """Byte for byte, whole and streamed."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": "write the patch"}], "tools": [CUSTOM, *TOOLS]}
+    (choice,) = live.openai.chat.completions.create(**body).choices
+    assert isinstance(choice.message.tool_calls[0], ChatCompletionMessageCustomToolCall)
+    assert custom_calls(choice.message) == [("custom", "apply_patch", PATCH)]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So.")
+    made: dict = {}
+    with live.openai.chat.completions.create(**body, stream=True) as stream:
+        for chunk in stream:
+            accumulate_delta(made, chunk.choices[0].delta.to_dict())
+    (call,) = made["tool_calls"]
+    assert call["custom"] == {"name": "apply_patch", "input": PATCH}
+    assert (call["type"], set(call)) == ("custom", {"index", "id", "type", "custom"})
+    with live.openai.chat.completions.stream(**body) as helper:
+        list(helper)
+        held = helper.current_completion_snapshot.choices[0].message.tool_calls[0]
+    assert (held.id.startswith("call_"), held.type, held.custom) == (True, "custom", call["custom"])
+
+
+def test_free_text_that_the_limit_cut_stays_as_far_as_it_came(live):
+    choice = whole(live, "cut the patch", tools=[CUSTOM], max_tokens=30)["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "length"
+    assert 0 < len(call["custom"]["input"]) < len(PATCH) and PATCH.startswith(call["custom"]["input"])
+
+
+def test_free_text_goes_on_in_a_conversation(live):
+    """A call in the history reads as the model wrote it, and what came of it follows."""
+    asked = {"role": "user", "content": "write the patch"}
+    message = whole(live, "write the patch", tools=[CUSTOM])["choices"][0]["message"]
+    done = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "hi"}
+    body = {"model": NAME, "messages": [asked, message, done], "tools": [CUSTOM]}
+    answer = live.post(body)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello, world", answer.text
+    shown = live.post(body, "/tokenize").json()
+    assert shown["count"] == answer.json()["usage"]["prompt_tokens"]
+    prompt = live.post({"tokens": shown["tokens"]}, "/detokenize").json()["prompt"]
+    assert call("apply_patch", input=PATCH) in prompt
+    assert "Edits files." in prompt and 'start: \\"*** Begin Patch\\"' in prompt
+
+
+def test_a_choice_may_name_a_tool_of_free_text(live):
+    chosen = {"type": "custom", "custom": {"name": "apply_patch"}}
+    for choice in (chosen, "required"):
+        made = whole(live, "write the patch", tools=[CUSTOM], tool_choice=choice)["choices"][0]
+        assert [call["type"] for call in made["message"]["tool_calls"]] == ["custom"]
+    off = whole(live, "write the patch", tools=[CUSTOM], tool_choice="none")["choices"][0]
+    assert off["finish_reason"] == "stop" and "tool_calls" not in off["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "apply_patch"}}}, "tool_choice"),
+        ({"tools": [CUSTOM], "tool_choice": {"type": "custom", "custom": {}}}, "tool_choice"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [*TOOLS[:1], {"type": "custom", "custom": {"description": "x"}}]}, "tools[1].custom.name"),
+        ({"tools": [*TOOLS[:1], {"type": "custom", "custom": {"name": "edit"}}]}, "tools[1].custom.name"),
+    ],
+)
+def test_wrong_tools_of_free_text_are_refused_in_words(live, fields, param):
+    answer = live.post(ask("hi", **fields))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_call_in_the_history_has_the_object_of_its_type(live):
+    for made, missing in (({"type": "custom"}, "custom"), ({"id": "x"}, "function")):
+        turns = [*ask("hi")["messages"], {"role": "assistant", "tool_calls": [made]}]
+        answer = live.post({"model": NAME, "messages": turns})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"messages[1].tool_calls[0].{missing}"
 
 
 def test_logprobs_stand_beside_their_tokens(live):

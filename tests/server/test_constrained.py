@@ -144,6 +144,23 @@ def test_a_named_call_is_that_one_and_one_only(local):
         check_call(name, call.function.arguments)
 
 
+def test_a_call_with_free_text_can_be_required(local):
+    note = {"type": "custom", "custom": {"name": "note", "description": "Keeps a text."}}
+    for choice, tools in (({"type": "custom", "custom": {"name": "note"}}, [*TOOLS, note]), ("required", [note])):
+        completion = local.openai.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "Tell me about the sea."}],
+            tools=tools,
+            tool_choice=choice,
+            temperature=0,
+            max_tokens=100,
+            extra_body={"enable_thinking": False},
+        )
+        (call,) = completion.choices[0].message.tool_calls
+        assert (call.type, call.custom.name, completion.choices[0].message.content) == ("custom", "note", None)
+        assert call.custom.input
+
+
 def test_the_trained_call_comes_as_the_model_would_write_it(local):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "get_weather", "description": "Get the current weather in a city.", "parameters": parameters}

@@ -262,6 +262,13 @@ def test_a_choice_may_name_a_tool_of_free_text(live):
     assert refusal(live.post(ask("x", tools=[nameless]), PATH))["param"] == "tools[0].function.name"
 
 
+def test_a_name_stands_for_one_kind_of_tool(live):
+    both = [CUSTOM, {"type": "function", "name": "apply_patch"}]
+    assert refusal(live.post(ask("x", tools=both), PATH))["param"] == "tools"
+    spaces = [CUSTOM, {"type": "namespace", "name": "other", "description": "x", "tools": both[1:]}]
+    assert whole(live, "write the patch", tools=spaces)["output"][-1]["type"] == "custom_tool_call"
+
+
 def test_a_grammar_is_told_to_the_model():
     (tool,) = function_tools([CUSTOM], function_names([CUSTOM]))
     assert tool["function"]["description"].startswith("Edits files.\n")
