@@ -14,7 +14,7 @@ from engine.convert.plan import plan as conversion_plan
 from engine.convert.recipes import RECIPES
 from engine.device_runner import MAX_REQUESTS, MAX_ROWS, rows_per_request
 from engine.errors import CapacityError
-from engine.models import quantized, weights
+from engine.models import plain, quantized
 from engine.models.config import PROFILES, DenseConfig, ModelConfig, MoeConfig
 from engine.models.layout import tensor_shapes
 from engine.ops import attention_prefill, dequantized_matmul
@@ -161,7 +161,7 @@ def check_weights(model, found: Plan) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_artifacts_are_counted_to_the_byte(name, recipe):
     config = CONFIGS[name]
-    model = quantized._Builder(MetaArtifact(config, recipe), META, torch.bfloat16).model()
+    model = quantized.build_model(MetaArtifact(config, recipe), META, torch.bfloat16)
     check_weights(model, plan(Demand(config, recipe)))
 
 
@@ -169,7 +169,7 @@ def test_weights_of_artifacts_are_counted_to_the_byte(name, recipe):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_checkpoints_are_counted_to_the_byte(name, dtype):
     config = CONFIGS[name]
-    model = weights._Builder(MetaCheckpoint(config), config, META, dtype).model()
+    model = plain.build_model(MetaCheckpoint(config), config, META, dtype)
     check_weights(model, plan(Demand(config, activation_bytes=dtype.itemsize)))
 
 
@@ -315,7 +315,7 @@ def test_an_option_frees_what_it_says():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_drafts_nothing_of_mtp_is_loaded(name):
     config = CONFIGS[name]
-    model = quantized._Builder(MetaArtifact(config, "w4"), META, torch.bfloat16, drafts=False).model()
+    model = quantized.build_model(MetaArtifact(config, "w4"), META, torch.bfloat16, drafts=False)
     assert model._mtp is None
     found = plan(Demand(model.config, "w4", kv_cache_tokens=1000))
     assert found == plan(Demand(config, "w4", kv_cache_tokens=1000, mtp="off"))

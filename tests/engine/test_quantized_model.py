@@ -1,5 +1,6 @@
 """Models over artifacts: layers against plain ones with the same numbers, and whole models against their source."""
 
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from engine.layers.moe import SparseMoe
 from engine.layers.mtp import Mtp
 from engine.layers.norm import RMSNorm
 from engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedMlp, QuantizedMoe
+from engine.models.artifact import Artifact, read_manifest
+from engine.models.quantized import build_model
 from engine.models.weights import load_model
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_weight import dequantize_weight, quantize_weight
@@ -104,3 +107,21 @@ def test_decode_follows_prefill(profile, tmp_path):
     decoded = runner.decode(TOKEN_IDS[10:], start=10)
     # decode rounds what goes into each product to 8 bits, a prompt's rows do not
     assert 0 < relative_error(decoded, prefilled[10:]) < 0.1
+
+
+class Watched(Artifact):
+    """One that remembers from which file each tensor was asked for."""
+
+    def read(self, name):
+        self.asked.append(self.tensors[name].file)
+        return super().read(name)
+
+
+@pytest.mark.parametrize("profile", [DENSE, MOE])
+def test_layers_are_built_in_the_order_of_their_files(profile, tmp_path):
+    """Files are read ahead in that order: whoever asks for a late one first waits for all of them."""
+    convert(write_checkpoint(tmp_path / "source", profile, GEOMETRY), tmp_path / "artifact", "w4")
+    with Watched(tmp_path / "artifact", CPU) as artifact:
+        artifact.asked = []
+        build_model(artifact, CPU, torch.float32)
+    assert [file for file, _ in groupby(artifact.asked)] == list(read_manifest(tmp_path / "artifact").files)
