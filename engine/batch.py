@@ -34,6 +34,8 @@ class ForwardBatch:
     num_rows        rows of each request
     max_context     no context is longer; what is launched for a pass may depend on it, results may not
     folds           whether num_accepted may be other than zero
+    keeps           GDN states that are kept on the way, of rows that commit: rows of each request before them; of each
+                    request the index that it is kept at, -1 for none; and the same, [requests] int64, on the device
     """
 
     token_ids: torch.Tensor
@@ -48,6 +50,7 @@ class ForwardBatch:
     num_rows: tuple[int, ...]
     max_context: int
     folds: bool = True
+    keeps: tuple[tuple[int, tuple[int, ...], torch.Tensor], ...] = ()
 
     @property
     def last_rows(self) -> list[int]:
@@ -57,12 +60,16 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """One request's part of a batch: its tokens at positions start, start + 1, ..."""
+    """One request's part of a batch: its tokens at positions start, start + 1, ...
+
+    keeps  (position, index): after the tokens before it the GDN state is to be kept there
+    """
 
     slot: int
     start: int
     token_ids: Sequence[int]
     num_accepted: int = 0
+    keeps: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -134,4 +141,12 @@ def build_batch(rows: Sequence[RequestRows], tables: BlockTables, commits: bool)
         num_rows=num_rows,
         max_context=max(r.end for r in rows),
         folds=any(r.num_accepted for r in rows),
+        keeps=tuple((num_rows, indices, put(indices)) for num_rows, indices in _indices_by_rows(rows).items()),
     )
+
+
+def _indices_by_rows(rows: Sequence[RequestRows]) -> dict[int, tuple[int, ...]]:
+    """Number of rows from each request's first -> where the states after so many are kept, -1 for none."""
+    found = sorted({position - r.start for r in rows for position, _ in r.keeps})
+    kept = [{position - r.start: index for position, index in r.keeps} for r in rows]
+    return {num_rows: tuple(one.get(num_rows, -1) for one in kept) for num_rows in found}

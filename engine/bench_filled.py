@@ -4,7 +4,6 @@ Decoding at 260,000 tokens of context takes as long whatever the tokens are, so 
 prompt are computed, over a cache and states of random numbers. Everything after that is the engine as it is served.
 """
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -13,11 +12,11 @@ from config import EngineConfig
 from config.engine import BLOCK_SIZE
 from engine import process
 from engine.cache.state_cache import StateCache
-from engine.device_runner import DeviceRunner, Prompts
+from engine.device_runner import DeviceRunner
 from engine.engine import EngineCore
 from engine.loading import load_engine
 from engine.models.qwen3_5 import AllKVLayers
-from engine.schedule import Chunk
+from engine.schedule import Chunk, Schedule
 
 # a chunk of no more tokens is computed whole: what is new of a prompt that comes back costs what it costs
 SHORT = 512
@@ -30,8 +29,12 @@ class FilledRunner(DeviceRunner):
         super().__init__(*args, **options)
         fill_kv(self._state.kv)
 
-    def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
-        return super()._forward_prompts([replace(c, start=_first_computed(c)) for c in chunks])
+    def launch_forward(self, schedule: Schedule) -> None:
+        chunks = tuple(replace(chunk, start=_first_computed(chunk)) for chunk in schedule.chunks)
+        # no state stands inside of what is left out
+        ends = {(chunk.state.slot, chunk.end) for chunk in chunks}
+        copies = tuple(copy for copy in schedule.copies if (copy.slot, copy.position) in ends)
+        super().launch_forward(replace(schedule, chunks=chunks, copies=copies))
 
     def _begin(self, chunk: Chunk) -> None:
         super()._begin(chunk)

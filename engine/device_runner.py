@@ -209,7 +209,7 @@ class DeviceRunner:
         self._schedule = schedule
         if self._copier is not None:
             self._copier.protect(*written(schedule))
-        self._prompts = self._forward_prompts(schedule.chunks) if schedule.chunks else None
+        self._prompts = self._forward_prompts(schedule) if schedule.chunks else None
         self._keep(schedule.copies)
         self._forwarded = None
         if schedule.decodes:
@@ -276,16 +276,19 @@ class DeviceRunner:
         for copy in copies:
             assert self._snapshots is not None and self._prompts is not None
             span = next(span for span in self._prompts.spans if span.state.slot == copy.slot)
-            last = span.first_row + copy.position - 1 - span.rows.start
-            self._snapshots.save(copy.index, self._states, copy.slot, self._prompts.hidden[last])
+            hidden = self._prompts.hidden[span.first_row + copy.position - 1 - span.rows.start]
+            if copy.position == span.rows.end:
+                self._snapshots.save(copy.index, self._states, copy.slot, hidden)
+            else:
+                self._snapshots.save_hidden(copy.index, hidden)
 
     def _rows_per_request(self, requests: int) -> int:
         return rows_per_request(requests, self._pass.num_drafts)
 
-    def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
-        spans = spans_of(Schedule(tuple(chunks)))
+    def _forward_prompts(self, schedule: Schedule) -> Prompts:
+        spans = spans_of(replace(schedule, decodes=()))
         before = {}
-        for span, chunk in zip(spans, chunks, strict=True):
+        for span, chunk in zip(spans, schedule.chunks, strict=True):
             if chunk.is_first:
                 self._begin(chunk)
             if span.restored is not None:

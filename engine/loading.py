@@ -95,7 +95,7 @@ def load_engine(
     if host_file is not None and not is_lent:
         # its map holds it from here on
         os.close(host_file)
-    scheduler = _build_scheduler(config, demand, info, key, caches.tiers, MAX_REQUESTS if target.is_ahead else None)
+    scheduler = _build_scheduler(config, demand, info, key, caches, target.is_ahead)
     if isinstance(runner, DeviceRunner) and target.device.type == "cuda":
         largest = min(demand.prefill_chunk, demand.context)
         for size, seconds in runner.time_prompts(sorted({size for size in TIMED_SIZES if size < largest} | {largest})):
@@ -314,7 +314,7 @@ def _build_device_runner(
     device = caches.snapshots.device
     # rows that are dropped may lie behind the last block
     tables = BlockTables(slots, -(-demand.context // BLOCK_SIZE) + 1, device)
-    states = StateCache(model.config, slots, device)
+    states = StateCache(model.config, slots, device, caches.snapshots)
     state = DeviceState(
         slots=DecodeSlots.empty(slots, max(info.num_drafts, 1), device),
         sampling=SamplingTable.neutral(slots, device),
@@ -350,8 +350,8 @@ def _build_scheduler(
     demand: Demand,
     info: EngineInfo,
     key: bytes,
-    tiers: Tiers | None,
-    most_decodes: int | None,
+    caches: Caches,
+    is_ahead: bool,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=demand.num_blocks,
@@ -364,8 +364,10 @@ def _build_scheduler(
         cache_key=key,
         reuses_decoded=not config.deterministic,
         longest_gap_s=_longest_gap_s(config, info),
-        most_decodes=most_decodes,
-        tiers=tiers,
+        most_decodes=MAX_REQUESTS if is_ahead else None,
+        tiers=caches.tiers,
+        # an artifact's rows have the same bits wherever a prompt is cut; a window is what its last row sees
+        keeps_inside=is_ahead and caches.kv.window is None,
     )
 
 

@@ -205,7 +205,10 @@ def spans_of(schedule: Schedule) -> list[Span]:
     """Chunks first, then decodes: their rows lie in this order."""
     spans, first_row = [], 0
     for chunk in schedule.chunks:
-        rows = RequestRows(chunk.state.slot, chunk.start, chunk.state.token_ids[chunk.start : chunk.end])
+        slot, token_ids = chunk.state.slot, chunk.state.token_ids[chunk.start : chunk.end]
+        inside = [copy for copy in schedule.copies if copy.slot == slot and copy.position < chunk.end]
+        keeps = tuple((copy.position, copy.index) for copy in inside)
+        rows = RequestRows(slot, chunk.start, token_ids, keeps=keeps)
         spans.append(Span(chunk.state, rows, first_row, int(chunk.ends_prompt), chunk.restored))
         first_row += len(rows.token_ids)
     for state in schedule.decodes:

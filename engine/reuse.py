@@ -144,16 +144,20 @@ class Reuse:
             state.block_ids += self._cache.take(missing)
             state.num_promised_blocks -= missing
 
-    def keep_prompt(self, chunk: Chunk) -> SnapshotCopy | None:
-        """Blocks that a chunk fills are addressed; where it ends with one its state is kept."""
+    def keep_prompt(self, chunk: Chunk) -> list[SnapshotCopy]:
+        """Blocks that a chunk fills are addressed; at its cuts, and where it ends with a block, its state is kept."""
         state = chunk.state
-        self._cache.extend(state.path, state.token_ids, chunk.end, state.block_ids)
-        index = self._cache.stand(state.path, is_decoded=False) if chunk.end % BLOCK_SIZE == 0 else None
-        if index is None:
-            return None
-        if chunk.end in state.cuts:
-            self._store(state.path.latest)
-        return SnapshotCopy(state.slot, index, chunk.end)
+        cuts = {cut for cut in state.cuts if chunk.start < cut <= chunk.end}
+        copies = []
+        for position in sorted(cuts | {chunk.end}):
+            self._cache.extend(state.path, state.token_ids, position, state.block_ids)
+            index = self._cache.stand(state.path, is_decoded=False) if position % BLOCK_SIZE == 0 else None
+            if index is None:
+                continue
+            if position in cuts:
+                self._store(state.path.latest)
+            copies.append(SnapshotCopy(state.slot, index, position))
+        return copies
 
     def set_aside(self, decodes: Iterable[RequestState], most_rows: int) -> None:
         """Makes room for the states that decode passes in flight may reach.

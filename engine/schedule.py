@@ -32,7 +32,7 @@ class RequestState:
     num_promised_blocks  reserved and not yet taken
     slot                 of its GDN state and its sampling counts; -1 while it waits
     path                 its blocks that the prefix cache knows
-    cuts                 where chunks of its prompt end beside the budget, so that a state can stand there
+    cuts                 where states are to stand: its chunks end there, unless a pass keeps states inside of them
     has_begun            its first chunk was scheduled, and with it decided what it reuses
     fetch_until_s        it waits no longer than this for what lies outside the device
     fetch_seen           how much had come from the slower tiers when it was looked at last
@@ -124,7 +124,7 @@ class Schedule:
     kept    states among the rows of the decode pass before this one, to be copied before anything else. A position that
             the accepted rows do not reach is left out, or copied for nothing
     stores  what earlier schedules left on the device and is to lie outside of it too; next
-    copies  states that stand after the chunks and are to be kept
+    copies  states that stand after a chunk, or inside of it, and are to be kept; no two in the same place
     """
 
     chunks: tuple[Chunk, ...] = ()

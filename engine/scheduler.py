@@ -54,6 +54,7 @@ class Scheduler:
         longest_gap_s: float | None = None,
         most_decodes: int | None = None,
         tiers: Tiers | None = None,
+        keeps_inside: bool = False,
     ) -> None:
         """num_snapshots    0 turns reuse off
         cache_key        what the content of a block depends on beside its tokens
@@ -61,6 +62,7 @@ class Scheduler:
         longest_gap_s    that a decoding request waits for its next token because prompts are computed
         most_decodes     requests that decode in one step; where there are more they take turns
         tiers            of the prefix cache outside the device
+        keeps_inside     a pass leaves states inside a chunk too; otherwise chunks end where states are to stand
         """
         self._pool = BlockPool(num_blocks)
         self._reuse = Reuse(self._pool, num_snapshots, cache_key, reuses_decoded, tiers)
@@ -70,6 +72,7 @@ class Scheduler:
         self._order = PromptOrder()
         self._next: RequestState | None = None
         self._num_drafts = num_drafts
+        self._keeps_inside = keeps_inside
         self._most_decodes = most_decodes
         self._num_turns = 0
         self._last_decodes: tuple[RequestState, ...] = ()
@@ -123,8 +126,9 @@ class Scheduler:
         chunks = tuple(self._cut_chunks(self._budget.num_tokens(bool(decodes)), bool(decodes)))
         for state in decodes:
             self._cover(state, self._most_tokens(state))
-        copies = [copy for chunk in chunks if (copy := self._read(chunk)) is not None]
-        schedule = Schedule(chunks, decodes, kept, stores, tuple(copies))
+        # of two that got the same place the later one counts
+        copies = {copy.index: copy for chunk in chunks for copy in self._read(chunk)}
+        schedule = Schedule(chunks, decodes, kept, stores, tuple(copies.values()))
         for state in schedule.sampled:
             state.num_in_flight += 1
         self._last_decodes = decodes
@@ -262,16 +266,21 @@ class Scheduler:
     def _cut(self, state: RequestState, hit: Hit | None, budget: int) -> Chunk | None:
         """The next chunk of one prompt; None when not even a block of it fits the budget."""
         if hit is None:
-            end = _chunk_end(state, state.num_computed_tokens, state.cuts, budget)
+            end = self._chunk_end(state, state.num_computed_tokens, state.cuts, budget)
             return Chunk(state, state.num_computed_tokens, end) if end > state.num_computed_tokens else None
         hit = self._reuse.look_again(state, hit)
         cuts = self._reuse.choose_cuts(state, hit)
-        end = _chunk_end(state, hit.depth, cuts, budget)
+        end = self._chunk_end(state, hit.depth, cuts, budget)
         if end <= hit.depth:
             return None
         state.has_begun, state.cuts = True, cuts
         restored, transfer = self._reuse.adopt(state, hit)
         return Chunk(state, hit.depth, end, is_first=True, restored=restored, transfer=transfer)
+
+    def _chunk_end(self, state: RequestState, start: int, cuts: tuple[int, ...], budget: int) -> int:
+        ends = () if self._keeps_inside else (cut for cut in cuts if cut > start)
+        end = min(ends, default=state.num_prompt_tokens)
+        return end if end - start <= budget else (start + budget) // BLOCK_SIZE * BLOCK_SIZE
 
     def _choose_decodes(self) -> tuple[RequestState, ...]:
         """Those that have waited longest where a step does not take all of them."""
@@ -283,7 +292,7 @@ class Scheduler:
             state.last_turn = self._num_turns
         return tuple(ready)
 
-    def _read(self, chunk: Chunk) -> SnapshotCopy | None:
+    def _read(self, chunk: Chunk) -> list[SnapshotCopy]:
         self._cover(chunk.state, chunk.end)
         chunk.state.num_computed_tokens = chunk.end
         self._counts["num_prompt_tokens"] += chunk.end - chunk.start
@@ -330,11 +339,6 @@ def cut_at_end(
         if num_output_tokens + index + 1 == sampling.max_tokens:
             return token_ids[: index + 1], "length"
     return token_ids, None
-
-
-def _chunk_end(state: RequestState, start: int, cuts: tuple[int, ...], budget: int) -> int:
-    end = min((cut for cut in cuts if cut > start), default=state.num_prompt_tokens)
-    return end if end - start <= budget else (start + budget) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _candidate(state: RequestState, hit: Hit | None) -> Candidate:

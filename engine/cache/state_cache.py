@@ -5,7 +5,7 @@ import torch
 from engine.batch import MAX_PENDING_ROWS
 from engine.cache.kv_cache import KVCache
 from engine.models.config import CONV_WIDTH, GDN_HEAD_DIM, ModelConfig
-from engine.ops.delta_state import DeltaState
+from engine.ops.delta_state import DeltaState, KeptStates
 from engine.ops.gated_delta_copy import gated_delta_copy
 
 NUM_TAPS = CONV_WIDTH - 1
@@ -17,7 +17,10 @@ class StateCache:
     layers  the Gated DeltaNet layers in order
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, num_slots: int, device: torch.device, snapshots: "StateSnapshots | None" = None
+    ) -> None:
+        """snapshots  what passes over prompts may leave states in on their way"""
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         pending = (num_slots, MAX_PENDING_ROWS)
 
@@ -32,7 +35,9 @@ class StateCache:
             pending_u=zeros(*pending, value_heads, GDN_HEAD_DIM),
             pending_alpha=zeros(*pending, value_heads),
         )
-        self.layers = [DeltaState(*tensors) for tensors in zip(*self._storage.tensors(), strict=True)]
+        own = zip(*self._storage.tensors(), strict=True)
+        kept = snapshots.layers if snapshots else [None] * config.num_gdn_layers
+        self.layers = [DeltaState(*tensors, kept=copies) for tensors, copies in zip(own, kept, strict=True)]
 
     @property
     def num_bytes(self) -> int:
@@ -77,13 +82,21 @@ class StateSnapshots:
         self.count = count
 
     @property
+    def layers(self) -> list[KeptStates]:
+        return [KeptStates(*of) for of in zip(self._state.unbind(1), self._taps.unbind(1), strict=True)]
+
+    @property
     def num_bytes(self) -> int:
         return self._state.nbytes + self._taps.nbytes + self._hidden.nbytes + self._windows.nbytes
 
     def save(self, index: int, states: StateCache, slot: int, hidden: torch.Tensor) -> None:
         """hidden  [hidden]"""
-        state, taps = states.committed(slot)
-        self._state[index], self._taps[index], self._hidden[index] = state, taps, hidden
+        self._state[index], self._taps[index] = states.committed(slot)
+        self.save_hidden(index, hidden)
+
+    def save_hidden(self, index: int, hidden: torch.Tensor) -> None:
+        """[hidden], of a state that a pass has left there"""
+        self._hidden[index] = hidden
 
     def save_pending(
         self,

@@ -52,10 +52,12 @@ class GatedDeltaNet:
         mixed, _, a, b = weights.split(projected)
         if rows.folds:
             gated_delta_fold(memory, rows.state_slots, rows.num_accepted)
+        state, taps = (memory.kept.state, memory.kept.taps) if memory.kept else (None, None)
+        heads = {"unit_heads": 2 * self.key_heads, "dim": self.key_dim}
         convolved, norms = causal_conv_heads(
-            mixed, self.conv, memory.inputs, *where, unit_heads=2 * self.key_heads, dim=self.key_dim
+            mixed, self.conv, memory.inputs, *where, **heads, keeps=rows.keeps, taps=taps
         )
-        return gated_delta_prefill(convolved, norms, a, b, weights, memory.state, *where)
+        return gated_delta_prefill(convolved, norms, a, b, weights, memory.state, *where, rows.keeps, state)
 
     def _output_of_prompt(self, attended: torch.Tensor, projected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         z = self._weights().split(projected)[1].unflatten(-1, (self.value_heads, self.value_dim))

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.ops.delta_state import Keep
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -20,6 +22,7 @@ class Rows:
     num_rows      rows of each request, known on the host
     max_context   no context is longer
     folds         whether num_accepted may be other than zero
+    keeps         Gated DeltaNet states that rows leave on their way, where they commit
     """
 
     cos: torch.Tensor
@@ -34,3 +37,4 @@ class Rows:
     num_rows: tuple[int, ...]
     max_context: int
     folds: bool
+    keeps: tuple[Keep, ...] = ()

@@ -16,7 +16,7 @@ from engine.layers.rope import Rope, plain_rope, yarn_rope
 from engine.layers.rows import Rows
 from engine.models.config import ROTATED_DIMS, YARN_FACTOR, ModelConfig
 from engine.ops.coded_kv import CodedKV
-from engine.ops.delta_state import DeltaState
+from engine.ops.delta_state import DeltaState, Keep
 from engine.ops.paged_kv import PagedKV
 from engine.ops.window_rows import window_rows
 
@@ -74,7 +74,7 @@ class Qwen3_5:
 
         return  [rows, hidden]
         writes  the rows' keys and values; of each state slot the accepted pending rows, then the new rows
-                (committed or pending, as the batch says)
+                (committed or pending, as the batch says); where states are kept, those of the batch's keeps
         """
         rows = self._rows(batch)
         hidden = self._embedding(batch.token_ids)
@@ -121,6 +121,7 @@ class Qwen3_5:
             num_rows=batch.num_rows,
             max_context=batch.max_context,
             folds=batch.folds,
+            keeps=tuple(Keep(*each) for each in batch.keeps),
         )
 
 

@@ -1,12 +1,14 @@
 """Causal convolution of a prompt's rows, committed at once, with the lengths of its heads."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.ops.causal_conv import causal_conv_reference
+from engine.ops.delta_state import Keep
 from engine.ops.quantized_dot import is_interpreted
 
 EPS = 1e-6
@@ -22,6 +24,8 @@ def causal_conv_heads(
     num_rows: Sequence[int],
     unit_heads: int,
     dim: int,
+    keeps: Sequence[Keep] = (),
+    taps: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """causal_conv of rows that commit, and 1 / sqrt(sum(y**2) + 1e-6) of each of its first heads.
 
@@ -31,9 +35,14 @@ def causal_conv_heads(
     state_slots   [requests] int64, all different
     query_starts  [requests + 1] int32
     num_rows      of each request
+    taps          [copies, 3, channels] fp32, where there are keeps
     return        y [rows, channels] dtype of x; [rows, unit_heads] in at least fp32, of y as it was rounded
-    writes        the committed inputs of those slots
+    writes        the committed inputs of those slots; taps, as `keeps` say
     """
+    for keep in keeps:
+        for first, index in zip(accumulate(num_rows, initial=keep.num_rows), keep.indices, strict=False):
+            if index >= 0:
+                taps[index] = x[first - 3 : first]
     parts = (x, weight, inputs, state_slots, query_starts, num_rows, unit_heads, dim)
     if x.is_cuda:
         return causal_conv_heads_triton(*parts)

@@ -1,8 +1,34 @@
-"""Memory of one Gated DeltaNet layer for all slots, and what its weights are beside the two products."""
+"""Memory of one Gated DeltaNet layer for all slots, what is kept of it, and its weights beside the two products."""
 
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """Committed states of one layer that stand for reuse; the layers of a copy lie together.
+
+    state  [copies, value_heads, value_dim, key_dim] fp32
+    taps   [copies, width - 1, channels]  the convolution's last inputs
+    """
+
+    state: torch.Tensor
+    taps: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """States that a pass over prompts keeps on its way, all after the same number of a request's rows.
+
+    num_rows   a multiple of 64
+    indices    of each request: the copy that its state is to be, -1 for none. Who has one has more rows than that
+    on_device  [requests] int64, the same
+    """
+
+    num_rows: int
+    indices: tuple[int, ...]
+    on_device: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +41,7 @@ class DeltaState:
     pending_key    [slots, MAX_PENDING_ROWS, key_heads, key_dim]
     pending_u      [slots, MAX_PENDING_ROWS, value_heads, value_dim]
     pending_alpha  [slots, MAX_PENDING_ROWS, value_heads]
+    kept           where states of this layer are kept, if any are
     """
 
     state: torch.Tensor
@@ -22,8 +49,10 @@ class DeltaState:
     pending_key: torch.Tensor
     pending_u: torch.Tensor
     pending_alpha: torch.Tensor
+    kept: KeptStates | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a slot has."""
         return self.state, self.inputs, self.pending_key, self.pending_u, self.pending_alpha
 
 

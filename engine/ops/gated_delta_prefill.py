@@ -1,13 +1,14 @@
 """The gated delta rule over a prompt's rows on the matrix units, committed to the state at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.ops.delta_state import DeltaWeights
+from engine.ops.delta_state import DeltaWeights, Keep
 from engine.ops.gated_delta_chunked import gated_delta_chunked_reference
 from engine.ops.gated_delta_gates import gated_delta_gates_reference, log_decay
 from engine.ops.quantized_dot import is_interpreted
@@ -29,6 +30,8 @@ def gated_delta_prefill(
     state_slots: torch.Tensor,
     query_starts: torch.Tensor,
     num_rows: Sequence[int],
+    keeps: Sequence[Keep] = (),
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gated delta rule, from the state of each request's slot.
 
@@ -39,10 +42,11 @@ def gated_delta_prefill(
     state_slots    [requests] int64, all different
     query_starts   [requests + 1] int32
     num_rows       of each request
+    kept           [copies, value_heads, dim, dim] fp32, where there are keeps
     return         [rows, value_heads, dim] fp32, the same bits wherever a prompt is cut at a multiple of CHUNK rows
-    writes         state of those slots, as it is after each request's last row
+    writes         state of those slots, as it is after each request's last row; kept, as `keeps` say
     """
-    parts = (convolved, inverse_norms, a, b, weights, state, state_slots, query_starts, num_rows)
+    parts = (convolved, inverse_norms, a, b, weights, state, state_slots, query_starts, num_rows, keeps, kept)
     # products of bf16 are exact on the matrix units, those of fp32 are not
     if convolved.is_cuda and convolved.dtype == torch.bfloat16:
         return gated_delta_prefill_triton(*parts)
@@ -59,12 +63,39 @@ def gated_delta_prefill_reference(
     state_slots: torch.Tensor,
     query_starts: torch.Tensor,
     num_rows: Sequence[int],
+    keeps: Sequence[Keep] = (),
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     query, key, value = (x.to(inverse_norms.dtype) for x in weights.heads(convolved))
     query_factors, key_factors = inverse_norms.unsqueeze(-1).chunk(2, dim=1)
     gates = gated_delta_gates_reference(a, b, weights.decay, weights.dt_bias)
-    unit = (query * query_factors, key * key_factors)
-    return gated_delta_chunked_reference(*unit, value, *gates, state, state_slots, num_rows)
+    rows = (query * query_factors, key * key_factors, value, *gates)
+    parts = list(zip(*(x.split(num_rows) for x in rows), strict=True))
+    outputs = [[] for _ in num_rows]
+    for start, end, keep in pieces_of(num_rows, keeps):
+        for request, part in enumerate(parts):
+            piece = [x[start:end] for x in part]
+            if count := len(piece[0]):
+                slot = state_slots[request : request + 1]
+                outputs[request].append(gated_delta_chunked_reference(*piece, state, slot, [count]))
+        for request, index in enumerate(keep.indices if keep else ()):
+            if index >= 0:
+                kept[index] = state[state_slots[request]]
+    return torch.cat(list(chain.from_iterable(outputs)))
+
+
+def pieces_of(
+    num_rows: Sequence[int], keeps: Sequence[Keep], segment: int | None = None
+) -> Iterator[tuple[int, int, Keep | None]]:
+    """Rows of each request, from one up to another, that are run before the state is kept as it is then.
+
+    segment  a piece has no more rows
+    """
+    longest = max(num_rows)
+    by_end = {keep.num_rows: keep for keep in keeps}
+    edges = {*by_end, *range(0, longest, segment or longest), longest}
+    for start, end in pairwise(sorted(edges)):
+        yield start, end, by_end.get(end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,34 +152,37 @@ def gated_delta_prefill_triton(
     state_slots: torch.Tensor,
     query_starts: torch.Tensor,
     num_rows: Sequence[int],
+    keeps: Sequence[Keep] = (),
+    kept: torch.Tensor | None = None,
     shape: PrefillShape | None = None,
     segment: int = SEGMENT,
 ) -> torch.Tensor:
     heads, dim, device = weights.value_heads, weights.dim, convolved.device
     assert dim == 128 and convolved.is_contiguous() and inverse_norms.is_contiguous() and state.is_contiguous()
     assert a.stride() == b.stride() and a.stride(1) == 1
+    assert not keeps or kept[0].is_contiguous()
     shape = shape or prefill_shape_for(torch.cuda.get_device_capability(device) if convolved.is_cuda else (8, 6))
     chunks = Chunks.empty(sum(-(-min(rows, segment) // CHUNK) for rows in num_rows), heads, dim, device)
     output = torch.empty(len(convolved), heads, dim, device=device)
     common = {
         "KEY_HEADS": weights.key_heads,
         "GROUP": heads // weights.key_heads,
-        "SEGMENT": segment,
         "REQUESTS": max(REQUESTS, triton.next_power_of_2(len(num_rows))),
         "PORTABLE": is_interpreted(),
     }
-    longest = max(num_rows)
-    for start in range(0, longest, segment):
-        most = triton.cdiv(min(longest - start, segment), CHUNK)
-        delta_chunks_kernel[(most, heads, len(num_rows))](
+    for start, end, keep in pieces_of(num_rows, keeps, segment):
+        delta_chunks_kernel[(triton.cdiv(end - start, CHUNK), heads, len(num_rows))](
             convolved, inverse_norms, a, b, weights.decay, weights.dt_bias, query_starts, chunks.stale, chunks.within,
-            chunks.fresh, chunks.factors, start, a.stride(0), chunks.stale.stride(0), chunks.within.stride(0),
-            len(num_rows), **common, **_options(shape.chunk_warps),
+            chunks.fresh, chunks.factors, start, end - start, a.stride(0), chunks.stale.stride(0),
+            chunks.within.stride(0), len(num_rows), **common, **_options(shape.chunk_warps),
         )  # fmt: skip
+        # where nothing is kept these are not looked at, but of the same types: a kernel is compiled for them
+        copies, indices = (kept, keep.on_device) if keep else (state, state_slots)
         delta_scan_kernel[(dim // shape.values, heads, len(num_rows))](
             convolved, state, state_slots, query_starts, chunks.stale, chunks.within, chunks.fresh, chunks.factors,
-            output, start, chunks.stale.stride(0), chunks.within.stride(0), len(num_rows), VALUES=shape.values,
-            NUM_STAGES=shape.num_stages, **common, **_options(shape.scan_warps),
+            output, copies, indices, start, end - start, chunks.stale.stride(0), chunks.within.stride(0),
+            copies.stride(0), int(keep is not None), len(num_rows), VALUES=shape.values, NUM_STAGES=shape.num_stages,
+            **common, **_options(shape.scan_warps),
         )  # fmt: skip
     return output
 
@@ -184,13 +218,13 @@ def multiply(a, b, acc, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def rows_of_segment(starts_ptr, requests, start, SEGMENT: tl.constexpr, REQUESTS: tl.constexpr):
+def rows_of_piece(starts_ptr, requests, start, size, REQUESTS: tl.constexpr):
     """Of the program's request: first row, rows from there on, and its first chunk among those of all requests."""
     number = tl.arange(0, REQUESTS)
     is_one = number < requests
     begins = tl.load(starts_ptr + number, mask=is_one, other=0)
     rows = tl.load(starts_ptr + number + 1, mask=is_one, other=0) - begins
-    rows = tl.minimum(tl.maximum(rows - start, 0), SEGMENT)
+    rows = tl.minimum(tl.maximum(rows - start, 0), size)
     request = tl.program_id(2)
     first_chunk = tl.sum(tl.where(number < request, (rows + 63) // 64, 0), axis=0)
     mine = number == request
@@ -232,11 +266,11 @@ def inverse_of_unit_lower(lower):
     return join_blocks(inverse, tl.where(same_32, 0.0, lower))
 
 
-@triton.jit(do_not_specialize=["start", "gates_stride", "stale_stride", "within_stride", "requests"])
+@triton.jit(do_not_specialize=["start", "size", "gates_stride", "stale_stride", "within_stride", "requests"])
 def delta_chunks_kernel(
     x_ptr, norms_ptr, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, starts_ptr, stale_ptr, within_ptr, fresh_ptr, factors_ptr,
-    start, gates_stride, stale_stride, within_stride, requests,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, REQUESTS: tl.constexpr, PORTABLE: tl.constexpr,
+    start, size, gates_stride, stale_stride, within_stride, requests,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, REQUESTS: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and value head that does not need the state.
 
@@ -246,7 +280,7 @@ def delta_chunks_kernel(
     value_heads: tl.constexpr = KEY_HEADS * GROUP
     channels: tl.constexpr = (2 * KEY_HEADS + value_heads) * dim
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first_row, rows, first_chunk = rows_of_segment(starts_ptr, requests, start, SEGMENT, REQUESTS)
+    first_row, rows, first_chunk = rows_of_piece(starts_ptr, requests, start, size, REQUESTS)
     if chunk * 64 < rows:
         key_head = head // GROUP
         lane, column = tl.arange(0, 64), tl.arange(0, dim)
@@ -295,11 +329,13 @@ def delta_chunks_kernel(
         tl.store(factors_at + 128, tl.exp(last + tl.zeros_like(decay)))
 
 
-@triton.jit(do_not_specialize=["start", "stale_stride", "within_stride", "requests"])
+@triton.jit(
+    do_not_specialize=["start", "size", "stale_stride", "within_stride", "copies_stride", "has_copies", "requests"]
+)
 def delta_scan_kernel(
-    x_ptr, state_ptr, slots_ptr, starts_ptr, stale_ptr, within_ptr, fresh_ptr, factors_ptr, y_ptr,
-    start, stale_stride, within_stride, requests,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, REQUESTS: tl.constexpr, PORTABLE: tl.constexpr,
+    x_ptr, state_ptr, slots_ptr, starts_ptr, stale_ptr, within_ptr, fresh_ptr, factors_ptr, y_ptr, copies_ptr,
+    indices_ptr, start, size, stale_stride, within_stride, copies_stride, has_copies, requests,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, REQUESTS: tl.constexpr, PORTABLE: tl.constexpr,
     VALUES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Chunk after chunk, some value dimensions of one head: everything is transposed, [values, ...], so that state and
@@ -308,13 +344,14 @@ def delta_scan_kernel(
     value_heads: tl.constexpr = KEY_HEADS * GROUP
     channels: tl.constexpr = (2 * KEY_HEADS + value_heads) * dim
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row, rows, first_chunk = rows_of_segment(starts_ptr, requests, start, SEGMENT, REQUESTS)
+    first_row, rows, first_chunk = rows_of_piece(starts_ptr, requests, start, size, REQUESTS)
     if rows > 0:
         key_head = head // GROUP
         lane, column = tl.arange(0, 64), tl.arange(0, dim)
         values = part * VALUES + tl.arange(0, VALUES)
         slot = tl.load(slots_ptr + request).to(tl.int64)
-        state_at = state_ptr + (slot * value_heads + head) * (dim * dim) + values[:, None] * dim + column[None, :]
+        tile = head * (dim * dim) + values[:, None] * dim + column[None, :]
+        state_at = state_ptr + slot * (value_heads * dim * dim) + tile
         state = tl.load(state_at)
         x_at = x_ptr + first_row.to(tl.int64) * channels + key_head * dim + lane[:, None] * channels + column[None, :]
         y_at = y_ptr + (first_row.to(tl.int64) * value_heads + head) * dim
@@ -355,3 +392,7 @@ def delta_scan_kernel(
             state = multiply(high, key, state, PORTABLE)
             state = multiply(low, key, state, PORTABLE)
         tl.store(state_at, state)
+        if has_copies > 0:
+            index = tl.load(indices_ptr + request).to(tl.int64)
+            if index >= 0:
+                tl.store(copies_ptr + index * copies_stride + tile, state)

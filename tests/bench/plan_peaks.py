@@ -27,11 +27,11 @@ import torch
 from config import EngineConfig
 from engine.bench_filled import FilledRunner
 from engine.child import ENGINE_ENVIRONMENT
-from engine.device_runner import DeviceRunner, Prompts
+from engine.device_runner import DeviceRunner
 from engine.engine import EngineCore
 from engine.loading import load_engine
 from engine.request import Request, SamplingParams
-from engine.schedule import Chunk
+from engine.schedule import Schedule
 
 LONG = 262_144
 # planned for what comes and goes; all else is held from the start to the end
@@ -56,10 +56,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 class EndRunner(FilledRunner):
     """Computes the chunk that ends a prompt as a whole, and of the others the last block."""
 
-    def _forward_prompts(self, chunks: Sequence[Chunk]) -> Prompts:
-        if any(chunk.ends_prompt for chunk in chunks):
-            return DeviceRunner._forward_prompts(self, chunks)
-        return super()._forward_prompts(chunks)
+    def launch_forward(self, schedule: Schedule) -> None:
+        runner = DeviceRunner if any(chunk.ends_prompt for chunk in schedule.chunks) else FilledRunner
+        runner.launch_forward(self, schedule)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """A runner that is one pass ahead gives what one gives that finishes every pass before the next."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -165,6 +166,23 @@ def test_prompts_and_answers_are_reused_up_to_their_last_block(checkpoint_dir, n
         # the last token's row was never computed
         reused = (len(history) - 1) // 64 * 64
         history = history + prompt(turn, 20)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_states_that_a_pass_keeps_on_its_way_are_those_of_passes_that_end_there(checkpoint_dir, num_drafts):
+    """After system and tools, after the last message, and at the last whole block: one step instead of four."""
+    in_step, ahead = pair(checkpoint_dir, num_drafts=num_drafts, prefill_chunk=512)
+    text, beside = prompt(3, 420), prompt(4, 90)
+    first = replace(request("first", text, max_tokens=30), marks=(150, 330))
+    ahead.add(first)
+    ahead.add(request("beside", beside, max_tokens=9))
+    ahead.step()
+    assert ahead.stats().num_prompt_tokens == len(text) + len(beside)
+    assert drain(ahead)["first"].token_ids == finish(in_step, first).token_ids
+    for shared, cached in ((420, 384), (350, 320), (200, 128)):
+        follow = request("follow", text[:shared] + prompt(shared, 50), max_tokens=30)
+        output = finish(ahead, follow)
+        assert (output.num_cached_tokens, output.token_ids) == (cached, finish(in_step, follow).token_ids)
 
 
 def test_a_state_among_accepted_drafts_is_reused(tmp_path):

@@ -561,6 +561,33 @@ def test_states_stand_after_the_first_and_the_last_mark():
     assert spans(step(s)[0])[0] == ("b", 128, 384)
 
 
+def test_states_stand_inside_of_a_chunk_where_passes_keep_them():
+    s = scheduler(num_snapshots=8, num_blocks=32, prefill_chunk=1024, keeps_inside=True)
+    s.add(prompt("a", (1, 700), marks=(130, 200, 330, 500)), seed=0)
+    schedule, _ = step(s)
+    assert spans(schedule) == [("a", 0, 700)]
+    assert [copy.position for copy in schedule.copies] == [128, 448, 640]
+    s.abort("a")
+    s.add(prompt("b", (1, 140), (2, 300)), seed=0)
+    s.add(prompt("c", (1, 700)), seed=0)
+    assert sorted(spans(step(s)[0])) == [("b", 128, 440), ("c", 640, 700)]
+
+
+def test_of_two_states_in_one_place_the_later_one_is_kept():
+    s = scheduler(num_snapshots=1, prefill_chunk=1024, keeps_inside=True)
+    s.add(prompt("a", (1, 400), marks=(130,)), seed=0)
+    schedule, _ = step(s)
+    assert [copy.position for copy in schedule.copies] == [384]
+
+
+def test_whoever_waits_begins_where_a_state_stands_inside_of_a_chunk():
+    s = scheduler(num_snapshots=4, num_blocks=32, prefill_chunk=256, keeps_inside=True)
+    s.add(prompt("first", (1, 320), (2, 100), max_tokens=1), seed=0)
+    step(s)
+    s.add(prompt("second", (1, 320), (3, 100), max_tokens=1), seed=0)
+    assert [spans(step(s)[0]) for _ in range(2)] == [[("first", 256, 420)], [("second", 320, 420)]]
+
+
 class Chaos(RuleBasedStateMachine):
     """Random submits, steps with random acceptance, and aborts in any state; with the outcomes at once, or one step
     late."""
@@ -573,8 +600,19 @@ class Chaos(RuleBasedStateMachine):
         reuses_decoded=st.booleans(),
         is_ahead=st.booleans(),
         longest_gap_s=st.sampled_from([None, 0.1]),
+        keeps_inside=st.booleans(),
     )
-    def start(self, num_blocks, num_slots, prefill_chunk, num_snapshots, reuses_decoded, is_ahead, longest_gap_s):
+    def start(
+        self,
+        num_blocks,
+        num_slots,
+        prefill_chunk,
+        num_snapshots,
+        reuses_decoded,
+        is_ahead,
+        longest_gap_s,
+        keeps_inside,
+    ):
         self.scheduler = scheduler(
             num_blocks=num_blocks,
             num_slots=num_slots,
@@ -582,8 +620,9 @@ class Chaos(RuleBasedStateMachine):
             num_snapshots=num_snapshots,
             reuses_decoded=reuses_decoded,
             longest_gap_s=longest_gap_s,
+            keeps_inside=keeps_inside,
         )
-        self.is_ahead = is_ahead
+        self.is_ahead, self.keeps_inside = is_ahead, keeps_inside
         self.in_flight = []
         self.last_decodes = ()
         self.reached: dict[int, range] = {}
@@ -654,16 +693,18 @@ class Chaos(RuleBasedStateMachine):
             assert state.path.depth <= min(state.num_computed_tokens, len(state.token_ids))
 
     def check_chunks(self, schedule):
-        """They have blocks, and a snapshot stands at a multiple of 64 at the end of one."""
+        """They have blocks; snapshots stand at multiples of 64, at their ends or inside, each in a place of its own."""
         for chunk in schedule.chunks:
             assert len(chunk.state.block_ids) * 64 >= chunk.end
         if self.num_snapshots:
             blocks = [h for c in schedule.chunks for h in c.state.path.hashes[c.start // 64 : -(-c.end // 64)]]
             assert len(set(blocks)) == len(blocks), "a block is computed twice in one step"
-        ends = {chunk.state.slot: chunk.end for chunk in schedule.chunks}
+        chunks = {chunk.state.slot: chunk for chunk in schedule.chunks}
+        assert len({copy.index for copy in schedule.copies}) == len(schedule.copies)
         for copy in schedule.copies:
+            chunk = chunks[copy.slot]
             assert copy.position % 64 == 0 and 0 <= copy.index < self.num_snapshots
-            assert copy.position == ends[copy.slot]
+            assert copy.position == chunk.end or (self.keeps_inside and chunk.start < copy.position < chunk.end)
 
     def check_kept(self, schedule, decoded):
         """What is copied out of the last pass stands at multiples of 64 that the pass has reached, or may have where

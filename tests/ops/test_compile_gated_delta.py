@@ -14,14 +14,25 @@ from engine.ops.gated_delta_decode import (
     gated_delta_step_kernel,
 )
 from engine.ops.gated_delta_fold import gated_delta_fold_kernel
-from engine.ops.gated_delta_prefill import REQUESTS, SEGMENT, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
+from engine.ops.gated_delta_prefill import REQUESTS, delta_chunks_kernel, delta_scan_kernel, prefill_shape_for
 from engine.ops.gated_rms_norm import BLOCK_ITEMS, gated_rms_norm_kernel
 from tests.ops.kernels import IS_INTERPRETED
 from tests.ops.targets import SHARED_MEMORY, compiled
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
 CARD = pytest.mark.parametrize("capability", SHARED_MEMORY)
-INTEGERS = ["x_stride", "inputs_stride", "gate_stride", "gates_stride", "channels", "unit_heads", "heads", "start"]
+INTEGERS = [
+    "x_stride",
+    "inputs_stride",
+    "gate_stride",
+    "gates_stride",
+    "channels",
+    "unit_heads",
+    "heads",
+    "start",
+    "size",
+]
+INTEGERS += ["copies_stride", "has_copies"]
 WORDS = ["starts_ptr", "accepted_ptr"]
 NUMBERS = ["decay_ptr", "dt_bias_ptr", "norm_ptr", "norms_ptr", "state_ptr", "inputs_ptr", "keys_ptr", "u_ptr"]
 NUMBERS += [
@@ -100,7 +111,7 @@ def test_rows_around_the_prompt(capability):
 
 def prefill(capability):
     key_heads, group = MODELS[0]
-    constants = {"KEY_HEADS": key_heads, "GROUP": group, "SEGMENT": SEGMENT, "REQUESTS": REQUESTS, "PORTABLE": False}
+    constants = {"KEY_HEADS": key_heads, "GROUP": group, "REQUESTS": REQUESTS, "PORTABLE": False}
     return prefill_shape_for(divmod(capability, 10)), constants
 
 
@@ -110,7 +121,8 @@ def test_scan(capability):
     slow(capability, always=86)
     shape, constants = prefill(capability)
     constants |= {"VALUES": shape.values, "NUM_STAGES": shape.num_stages}
-    check(delta_scan_kernel, capability, {"y_ptr": "*fp32"}, constants, shape.scan_warps)
+    types = {"y_ptr": "*fp32", "copies_ptr": "*fp32", "indices_ptr": "*i64"}
+    check(delta_scan_kernel, capability, types, constants, shape.scan_warps)
 
 
 @CARD

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from engine.ops.causal_conv_heads import causal_conv_heads_reference, causal_conv_heads_triton
+from engine.ops.causal_conv_heads import causal_conv_heads, causal_conv_heads_reference, causal_conv_heads_triton
+from engine.ops.delta_state import Keep
 from engine.ops.gated_delta_prefill import gated_delta_prefill_reference, gated_delta_prefill_triton
 from tests.ops.conftest import assert_matches, starts_of
 from tests.ops.delta_examples import DIM, copied, delta_memory, delta_rows, delta_weights, doubled
@@ -118,6 +119,47 @@ def test_bits_do_not_depend_on_where_a_prompt_is_cut(device):
         outputs.append(attend(gated_delta_prefill_triton, part, *again, weights, state, [1], [len(part)]))
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(state, whole)
+
+
+def keep(num_rows, *indices, device):
+    return Keep(num_rows, indices, torch.tensor(indices, device=device))
+
+
+@pytest.mark.parametrize("implementation", PREFILL)
+def test_states_are_kept_on_the_way(implementation, device):
+    """What a pass leaves that ends there, of whoever asks for it; nothing else changes."""
+    num_rows, slots = [200, 70, 64], torch.tensor([3, 0, 2], device=device)
+    weights, memory, x = example(num_rows, 1, 1, device)
+    convolved, norms = convolve(causal_conv_heads_reference, x, weights, copied(memory), slots.tolist(), num_rows)
+    a, b = weights.split(x)[2:]
+
+    def run(count, *keeps):
+        """Of the first rows of each request."""
+        parts = [torch.cat([rows[:count] for rows in of.split(num_rows)]) for of in (convolved, norms, a, b)]
+        rows = [min(each, count) for each in num_rows]
+        state, kept = memory.state.clone(), torch.full((6, *memory.state.shape[1:]), -1.0, device=device)
+        where = weights, state, slots, starts_of(rows, device), rows
+        return implementation(*parts, *where, keeps, kept), state, kept
+
+    output, state, kept = run(200, keep(128, 0, -1, -1, device=device), keep(64, 5, 1, -1, device=device))
+    plain, plain_state, _ = run(200)
+    bound = 0.0 if implementation is gated_delta_prefill_triton else 1e-6
+    assert relative(output, plain.double()) <= bound
+    assert relative(state, plain_state.double()) <= bound
+    for count, slot, index in ((128, 3, 0), (64, 3, 5), (64, 0, 1)):
+        assert relative(kept[index], run(count)[1][slot].double()) <= bound
+    assert (kept[2:5] == -1).all()
+
+
+def test_inputs_of_the_convolution_are_kept_on_the_way(device):
+    num_rows = [130, 64]
+    weights, memory, x = example(num_rows, 1, 1, device)
+    mixed, taps = weights.split(x)[0], torch.full((3, 3, len(weights.conv)), -1.0, device=device)
+    where = torch.tensor([2, 0], device=device), starts_of(num_rows, device), num_rows
+    keeps = keep(128, 1, -1, device=device), keep(64, 2, -1, device=device)
+    causal_conv_heads(mixed, weights.conv, memory.inputs, *where, 2, DIM, keeps, taps)
+    assert torch.equal(taps[[1, 2]], torch.stack([mixed[125:128], mixed[61:64]]).float())
+    assert (taps[0] == -1).all()
 
 
 @pytest.mark.kernels

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--gap-ms", type=float, default=100.0)
     parser.add_argument("--prompts-only", action="store_true", help="keep nothing that was computed token by token")
+    parser.add_argument("--cuts", action="store_true", help="chunks end where states are to stand")
     parser.add_argument("--tokens-per-step", type=int, default=3)
     parser.add_argument("--factor", type=int, default=40, help="of `real`: texts are so many times shorter")
     for field in fields(Costs):
@@ -57,6 +58,7 @@ def scheduler_of(arguments: argparse.Namespace, eviction: str = "chosen", **chan
         num_snapshots=sizes["snapshots"],
         reuses_decoded=not arguments.prompts_only,
         longest_gap_s=arguments.gap_ms / 1000,
+        keeps_inside=not arguments.cuts,
     )
     scheduler._reuse._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
     return scheduler
