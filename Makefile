@@ -1,8 +1,8 @@
-# make serve | test | test-real | lint | bench      PYTHON=..., TORCH=..., ARGS="flags of the program"
+# make serve | test | test-real | test-gpu | lint | bench      PYTHON=..., TORCH=..., ARGS="flags of the program"
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test test-real lint bench clean FORCE
+.PHONY: serve test test-real test-gpu lint bench clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,12 @@ test-real: $(VENV)/.ready-test
 	$(if $(wildcard tests/e2e/vllm.py),@$(BIN)/python -m tests.e2e.vllm)
 	@$(BIN)/python -m tests.e2e.installs
 	@$(BIN)/python -m pytest --real -m real $(ARGS)
+
+# where there is a GPU: every kernel against its oracle, the engine on its kernels, and the machine code of both
+test-gpu: $(VENV)/.ready-test
+	@$(BIN)/python -m pytest -q -n 4 -m kernels tests/ops
+	@$(BIN)/python -m pytest -q -m "gpu and not kernels" tests $(ARGS)
+	@$(BIN)/python -m tests.ops.machine_code $${TRITON_CACHE_DIR:-$$HOME/.triton/cache}
 
 lint: $(VENV)/.ready-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from config import ConfigError, EngineConfig, load
+from config import ConfigError, EngineConfig, load, usage
 from config.section import Section
 from engine import EngineClient, EngineError, Request, SamplingParams
 from engine.bench import about, keep
@@ -122,8 +122,12 @@ async def run(engine: EngineConfig, config: BesideConfig) -> dict[str, Any]:
 
 
 def main() -> int:
+    sections = {"engine": EngineConfig, "beside": BesideConfig}
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage("beside.py", sections))
+        return 0
     try:
-        settings = load({"engine": EngineConfig, "beside": BesideConfig}, sys.argv[1:])
+        settings = load(sections, sys.argv[1:])
         report = asyncio.run(run(settings["engine"], settings["beside"]))
     except (ConfigError, EngineError) as error:
         print(error, file=sys.stderr)

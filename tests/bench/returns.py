@@ -23,7 +23,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from config import ConfigError, EngineConfig, load
+from config import ConfigError, EngineConfig, load, usage
 from config.section import Section
 from engine import EngineClient, EngineError, Request, SamplingParams
 from engine.bench import about, keep
@@ -143,6 +143,9 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def main() -> int:
     sections = {"engine": EngineConfig, "returns": ReturnsConfig}
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage("returns.py", sections))
+        return 0
     try:
         settings = load(sections, sys.argv[1:])
         returns = Returns(settings["engine"], settings["returns"])
