@@ -13,6 +13,7 @@ from tests.bench.replay.policies import EVICTION, PLACEMENT
 from tests.bench.replay.simulate import Costs, Record, Result, Simulation, percentile, result_of
 from tests.bench.replay.trace import Call, Piece, read_trace, write_trace
 
+TIMED_SIZES = (64, 1024)
 SMALL = Traffic(num_agents=3, num_tasks=2, num_steps=6, num_questions=10)
 HEAD = " | ".join(field.name for field in fields(Result))
 
@@ -60,6 +61,9 @@ def scheduler_of(arguments: argparse.Namespace, eviction: str = "chosen", **chan
         longest_gap_s=arguments.gap_ms / 1000,
         keeps_inside=not arguments.cuts,
     )
+    # as an engine on a GPU times them at its start
+    for size in sorted({size for size in TIMED_SIZES if size < sizes["chunk"]} | {sizes["chunk"]}):
+        scheduler.expect(size, costs_of(arguments).of_prompt(size))
     scheduler._reuse._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
     return scheduler
 

@@ -39,14 +39,20 @@ class Costs:
         """decode_more_ms of each further request, decode_context_ms of each thousand tokens of context."""
         total_ms = self.step_ms
         if schedule.chunks:
-            chunks_ms = self.chunk_ms + sum(self._chunk_ms(chunk.start, chunk.end) for chunk in schedule.chunks)
-            total_ms += max(self.launch_ms, chunks_ms)
+            total_ms += self._prompts_ms([(chunk.start, chunk.end) for chunk in schedule.chunks])
         total_ms += self.restore_ms * sum(chunk.restored is not None for chunk in schedule.chunks)
         if schedule.decodes:
             context = sum(len(state.token_ids) for state in schedule.decodes)
             total_ms += self.decode_ms + self.decode_more_ms * (len(schedule.decodes) - 1)
             total_ms += self.decode_context_ms * context / 1000
         return total_ms / 1000
+
+    def of_prompt(self, num_tokens: int) -> float:
+        """A step with one chunk, at the beginning of its context."""
+        return (self.step_ms + self._prompts_ms([(0, num_tokens)])) / 1000
+
+    def _prompts_ms(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return max(self.launch_ms, self.chunk_ms + sum(self._chunk_ms(*chunk) for chunk in chunks))
 
     def _chunk_ms(self, start: int, end: int) -> float:
         tokens_ms = (end - start) / self.prefill_tok_s * (1 + (start + end) / 2 / self.half_speed_tokens) * 1000
