@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.ops.decode_rows import BLOCK_SIZE
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
-from engine.ops.quantized_dot import has_dependent_launch
+from engine.ops.launch import has_dependent_launch, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def accept_drafts_triton(
         found.last_rows, found.positions, found.next_positions, found.slot_mapping, found.context_lens,
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
-        PADDED_ROWS=triton.next_power_of_2(num_rows), PADDED_DEPTH=triton.next_power_of_2(max(num_drafts, 1)),
+        PADDED_ROWS=next_power_of_2(num_rows), PADDED_DEPTH=next_power_of_2(max(num_drafts, 1)),
         PDL=dependent, **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return found

@@ -12,10 +12,10 @@ from engine.ops.attention_splits import num_splits, split_count, split_start
 from engine.ops.attention_tile import LOWEST, attend_narrow, load_query, prefetch_block
 from engine.ops.coded_kv import CodedKV, decoded
 from engine.ops.hadamard import hadamard_reference, hadamard_signs
+from engine.ops.launch import capability_of, cdiv, has_dependent_launch, is_interpreted, processors_of
 from engine.ops.paged_attention import paged_attention_reference
 from engine.ops.paged_kv import PagedKV
 from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
-from engine.ops.quantized_dot import has_dependent_launch, is_interpreted
 
 MAX_ROWS = 8
 # splits that a program reads at a time, all in flight at once
@@ -235,8 +235,8 @@ class DecodeCall:
         assert workspace.partials.shape[0] >= rows and most <= splits
         storage = kernel_storage(self.cache, head_dim)
         shape = shape or decode_shape(self.cache, self.max_rows * group)
-        chunks = triton.cdiv(self.max_rows, shape.block_m // group)
-        per_head = triton.cdiv(shape.programs, kv_heads * chunks * len(self.context_lens))
+        chunks = cdiv(self.max_rows, shape.block_m // group)
+        per_head = cdiv(shape.programs, kv_heads * chunks * len(self.context_lens))
         attention_decode_kernel[(kv_heads * chunks, min(per_head, most), len(self.context_lens))](
             self.query,
             *storage_tensors(self.cache),
@@ -323,11 +323,11 @@ def decode_shape(cache: PagedKV | CodedKV, rows_per_kv_head: int) -> DecodeShape
     block_m = 32 if rows_per_kv_head > 16 else 16
     if device.type != "cuda":
         return DecodeShape(block_m, block_n=32, num_warps=4, num_stages=1, programs=4)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = processors_of(device)
     if cache.keys.dtype == torch.float32:
         return DecodeShape(block_m, block_n=16, num_warps=4, num_stages=1, programs=2 * processors)
     fold = cache.folds[1] if isinstance(cache, CodedKV) else 1
-    return decode_shape_for(torch.cuda.get_device_capability(device), rows_per_kv_head, fold, processors)
+    return decode_shape_for(capability_of(device), rows_per_kv_head, fold, processors)
 
 
 def decode_shape_for(

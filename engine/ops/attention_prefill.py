@@ -21,8 +21,8 @@ from engine.ops.attention_tile import LOWEST, multiply
 from engine.ops.coded_kv import CodedKV
 from engine.ops.hadamard import hadamard_triton
 from engine.ops.kv_restore import kv_restore_triton
+from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2
 from engine.ops.paged_kv import PagedKV
-from engine.ops.quantized_dot import is_interpreted
 from engine.ops.ragged import lengths
 
 PART = 8192
@@ -105,7 +105,7 @@ def attention_prefill_triton(
         kv_heads=cache.keys.shape[2],
         scale=scale * math.log2(math.e),
         part=part,
-        num_parts=triton.cdiv(max_context, part),
+        num_parts=cdiv(max_context, part),
         shape=shape or prefill_shape(query.device),
         side_by_side=side_by_side,
     )
@@ -181,7 +181,7 @@ class Attention:
                 self._merge(rows, self.state, 0, first + 1, is_last)
 
     def _grid(self, rows: PromptRows, side: int) -> tuple[int, int, int]:
-        return triton.cdiv(rows.most, self.shape.block_m // self.group), self.kv_heads, len(rows.context_lens) * side
+        return cdiv(rows.most, self.shape.block_m // self.group), self.kv_heads, len(rows.context_lens) * side
 
     def _launch(
         self, rows: PromptRows, numbers: PagedKV, begin: int, first: int, side: int, state: Running | None
@@ -200,7 +200,7 @@ class Attention:
         _, heads, head_dim = self.query.shape
         merge_parts_kernel[(rows.most, len(rows.context_lens))](
             partial.planes, partial.stats, self.state.planes, self.state.stats, self.output, rows.starts, count, first,
-            len(self.query), HEADS=heads, BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim, IS_LAST=is_last,
+            len(self.query), HEADS=heads, BLOCK=next_power_of_2(heads), HEAD_DIM=head_dim, IS_LAST=is_last,
             num_warps=4, **_UNFUSED,
         )  # fmt: skip
 
@@ -212,7 +212,7 @@ def parts_side_by_side(programs: int) -> int:
     """
 
     def idle(count: int) -> float:
-        rounds = triton.cdiv(count * programs, PROGRAMS)
+        rounds = cdiv(count * programs, PROGRAMS)
         return 1 - count * programs / (rounds * PROGRAMS)
 
     counts = [n for n in range(1, MOST_SIDE_BY_SIDE + 1) if n == 1 or n * programs <= MOST_PROGRAMS]
@@ -243,7 +243,7 @@ def _attend_coded(
 def _scratch(cache: CodedKV, tokens: int) -> tuple[PagedKV, torch.Tensor]:
     """Room for so many tokens of one request, and the table of its blocks."""
     _, size, kv_heads, _ = cache.keys.shape
-    blocks, device = triton.cdiv(tokens, size), cache.keys.device
+    blocks, device = cdiv(tokens, size), cache.keys.device
     storage = torch.empty(2, blocks, kv_heads, size, cache.head_dim, dtype=torch.float16, device=device)
     return PagedKV(*storage.transpose(2, 3)), torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
 
@@ -257,7 +257,7 @@ def prefill_storage(numbers: PagedKV, head_dim: int) -> dict:
 def prefill_shape(device: torch.device) -> PrefillShape:
     if device.type != "cuda":
         return PrefillShape(block_m=32, block_n=64, num_warps=4, num_stages=1)
-    return prefill_shape_for(torch.cuda.get_device_capability(device))
+    return prefill_shape_for(capability_of(device))
 
 
 def prefill_shape_for(capability: tuple[int, int]) -> PrefillShape:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
+from engine.ops.launch import cdiv, next_power_of_2
 
 BLOCK_SIZE = 64
 # block ids that one program copies
@@ -88,10 +89,10 @@ def decode_rows_triton(state: DecodeSlots, slots: torch.Tensor, block_ids: torch
         num_accepted=empty(requests, dtype=torch.int32),
         block_tables=empty(requests, width, dtype=torch.int32),
     )
-    decode_rows_kernel[(requests, 1 + triton.cdiv(width, COPIED))](
+    decode_rows_kernel[(requests, 1 + cdiv(width, COPIED))](
         state.numbers, slots, block_ids, rows.token_ids, rows.positions, rows.next_positions, rows.slot_mapping,
         rows.row_slots, rows.slots, rows.context_lens, rows.num_accepted, rows.block_tables,
-        state.numbers.shape[1], width, ROWS=num_rows, PADDED=triton.next_power_of_2(num_rows), COPIED=COPIED,
+        state.numbers.shape[1], width, ROWS=num_rows, PADDED=next_power_of_2(num_rows), COPIED=COPIED,
     )  # fmt: skip
     return rows
 

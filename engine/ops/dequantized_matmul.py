@@ -6,7 +6,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.halved import halved_column
-from engine.ops.quantized_dot import groups_of, is_interpreted
+from engine.ops.launch import capability_of, cdiv, is_interpreted
+from engine.ops.quantized_dot import groups_of
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight
 
 # fewer rows would wait for the weights longer than they gain
@@ -20,9 +21,7 @@ TOGETHER = 8
 
 def is_worth_dequantizing(device: torch.device, rows: int) -> bool:
     """Where tiles are copied by the memory unit and multiplied out of shared memory."""
-    if is_interpreted():
-        return False
-    return rows >= MANY_ROWS and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return rows >= MANY_ROWS and capability_of(device) in ((9, 0), (10, 0))
 
 
 def dequantized_matmul_triton(
@@ -51,7 +50,7 @@ def dequantized_matmul_triton(
     for first in range(0, outputs, most):
         count = min(most, outputs - first)
         _dequantize(weight, first, count, numbers, is_swiglu)
-        grid = (triton.cdiv(len(x), BLOCK_M) * triton.cdiv(count * per_output, BLOCK_N),)
+        grid = (cdiv(len(x), BLOCK_M) * cdiv(count * per_output, BLOCK_N),)
         dequantized_matmul_kernel[grid](
             rows, matrix, y, y if residual is None else residual, len(x), first, count, weight.columns,
             y.stride(0), y.stride(0) if residual is None else residual.stride(0), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
@@ -63,8 +62,8 @@ def dequantized_matmul_triton(
 def _dequantize(weight: QuantizedWeight, first: int, count: int, target: torch.Tensor, is_swiglu: bool) -> None:
     """Rows first, first + 1, ... of a matrix, or pairs of a gate and its up, columns in the order of `in_order_of`."""
     groups = groups_of(weight.columns)
-    tiles = triton.cdiv(count, TILE_ROWS)
-    dequantize_kernel[(tiles * (2 if is_swiglu else 1), triton.cdiv(groups, 4))](
+    tiles = cdiv(count, TILE_ROWS)
+    dequantize_kernel[(tiles * (2 if is_swiglu else 1), cdiv(groups, 4))](
         weight.words.view(torch.int8), weight.scales, target, first // TILE_ROWS, tiles, groups,
         weight.rows // 2 // TILE_ROWS, BITS=weight.bits, BLOCK=4, IS_SWIGLU=is_swiglu,
         **({} if is_interpreted() else {"num_warps": 4}),

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv
+
 # numbers that one program copies
 COPIED = 2048
 
@@ -29,9 +31,7 @@ def embedding_rows_triton(token_ids: torch.Tensor, weight: torch.Tensor) -> torc
     assert token_ids.is_contiguous() and weight.is_contiguous()
     rows, columns = weight.shape
     y = torch.empty(len(token_ids), columns, dtype=weight.dtype, device=token_ids.device)
-    embedding_rows_kernel[(len(token_ids), triton.cdiv(columns, COPIED))](
-        token_ids, weight, y, rows, columns, COPIED=COPIED
-    )
+    embedding_rows_kernel[(len(token_ids), cdiv(columns, COPIED))](token_ids, weight, y, rows, columns, COPIED=COPIED)
     return y
 
 

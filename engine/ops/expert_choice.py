@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import cdiv, is_interpreted
 from engine.ops.route import choose, route_reference
 
 
@@ -30,7 +30,7 @@ def expert_choice_triton(logits: torch.Tensor, num_chosen: int) -> tuple[torch.T
     chosen = torch.empty(rows, num_chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, num_chosen + 1, dtype=torch.float32, device=logits.device)
     expert_choice_kernel[(rows,)](
-        logits, chosen, weights, experts, COUNT=num_chosen, BLOCK=32 * triton.cdiv(experts, 32),
+        logits, chosen, weights, experts, COUNT=num_chosen, BLOCK=32 * cdiv(experts, 32),
         **({} if is_interpreted() else {"num_warps": 1}),
     )  # fmt: skip
     return chosen, weights

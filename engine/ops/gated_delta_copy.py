@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_fold import fold_rows, gated_delta_fold_reference, tile_offsets
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import cdiv, is_interpreted
 
 # channels of the convolution's inputs that one program copies
 BLOCK = 1024
@@ -68,7 +68,7 @@ def gated_delta_copy_triton(
     assert memory.inputs.shape[2] == 3 + pending
     assert all(tensor.is_contiguous() for tensor in (*memory.tensors(), state, taps))
     options = {} if is_interpreted() else {"num_warps": 8, "enable_fp_fusion": False}
-    gated_delta_copy_kernel[(value_heads + triton.cdiv(channels, BLOCK), layers, len(slots))](
+    gated_delta_copy_kernel[(value_heads + cdiv(channels, BLOCK), layers, len(slots))](
         *memory.tensors(), slots, counts, state, taps, indices, num_slots, channels, KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads, PENDING=pending, DIM=dim, BLOCK=BLOCK, **options,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from engine.ops.gated_delta_gates import gated_delta_gates_reference, log_decay
 from engine.ops.gated_delta_recurrent import gated_delta_recurrent_reference
 from engine.ops.gated_rms_norm import gated_rms_norm_reference
 from engine.ops.l2_norm import l2_norm_reference
+from engine.ops.launch import has_dependent_launch, launch_options
 from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
 
 # a head's state goes to several programs: small ones find room beside those of the product before them
 PARTS = 4

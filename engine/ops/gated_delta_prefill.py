@@ -11,7 +11,7 @@ import triton.language as tl
 from engine.ops.delta_state import DeltaWeights, Keep
 from engine.ops.gated_delta_chunked import gated_delta_chunked_reference
 from engine.ops.gated_delta_gates import gated_delta_gates_reference, log_decay
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2
 
 CHUNK = 64
 # rows of a request between two launches: what they leave for each other stays in the L2 cache
@@ -161,17 +161,17 @@ def gated_delta_prefill_triton(
     assert dim == 128 and convolved.is_contiguous() and inverse_norms.is_contiguous() and state.is_contiguous()
     assert a.stride() == b.stride() and a.stride(1) == 1
     assert not keeps or kept[0].is_contiguous()
-    shape = shape or prefill_shape_for(torch.cuda.get_device_capability(device) if convolved.is_cuda else (8, 6))
+    shape = shape or prefill_shape_for(capability_of(device) if convolved.is_cuda else (8, 6))
     chunks = Chunks.empty(sum(-(-min(rows, segment) // CHUNK) for rows in num_rows), heads, dim, device)
     output = torch.empty(len(convolved), heads, dim, device=device)
     common = {
         "KEY_HEADS": weights.key_heads,
         "GROUP": heads // weights.key_heads,
-        "REQUESTS": max(REQUESTS, triton.next_power_of_2(len(num_rows))),
+        "REQUESTS": max(REQUESTS, next_power_of_2(len(num_rows))),
         "PORTABLE": is_interpreted(),
     }
     for start, end, keep in pieces_of(num_rows, keeps, segment):
-        delta_chunks_kernel[(triton.cdiv(end - start, CHUNK), heads, len(num_rows))](
+        delta_chunks_kernel[(cdiv(end - start, CHUNK), heads, len(num_rows))](
             convolved, inverse_norms, a, b, weights.decay, weights.dt_bias, query_starts, chunks.stale, chunks.within,
             chunks.fresh, chunks.factors, start, end - start, a.stride(0), chunks.stale.stride(0),
             chunks.within.stride(0), len(num_rows), **common, **_options(shape.chunk_warps),

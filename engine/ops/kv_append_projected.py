@@ -10,9 +10,9 @@ from engine.ops.kv_append import kv_append_reference
 from engine.ops.kv_append_coded import kv_append_coded_reference
 from engine.ops.kv_codec_e8 import encode_e8_groups
 from engine.ops.kv_codec_int8 import encode_int8_groups
+from engine.ops.launch import has_dependent_launch
 from engine.ops.paged_kv import PagedKV
 from engine.ops.prefetch import prefetch
-from engine.ops.quantized_dot import has_dependent_launch
 from engine.ops.rms_norm import rms_norm_reference
 from engine.ops.rope import rope_reference
 

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from engine.ops.attention_tile import load_planes
 from engine.ops.coded_kv import CodedKV, decoded
+from engine.ops.launch import is_interpreted
 from engine.ops.paged_kv import PagedKV
-from engine.ops.quantized_dot import is_interpreted
 
 
 def kv_restore(

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, next_power_of_2
 from engine.ops.sample_argmax import choice_key, launched
 
 MAX_TOP = 20
@@ -42,8 +43,8 @@ def logprobs_triton(
     assert logits.stride(1) == 1 and logits.dtype == torch.float32 and token_ids.is_contiguous()
     (rows, vocab), device = logits.shape, logits.device
     assert num_top <= min(32, vocab)
-    programs = triton.cdiv(vocab, block)
-    lanes = triton.next_power_of_2(max(num_top, 1))
+    programs = cdiv(vocab, block)
+    lanes = next_power_of_2(max(num_top, 1))
     keys = torch.empty(rows, programs, lanes, dtype=torch.int64, device=device)
     sums = torch.empty(rows, programs, 2, dtype=torch.float32, device=device)
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
@@ -53,7 +54,7 @@ def logprobs_triton(
     part_top_kernel[(programs, rows)](logits, keys, sums, logits.stride(0), vocab, BLOCK=block, **launch)
     row_top_kernel[(rows,)](
         logits, token_ids, keys, sums, chosen, top_ids, top_values, logits.stride(0), programs,
-        PARTS=triton.next_power_of_2(programs), **launch,
+        PARTS=next_power_of_2(programs), **launch,
     )  # fmt: skip
     return chosen, top_ids, top_values
 

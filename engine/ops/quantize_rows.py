@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options, load_where
+from engine.ops.launch import cdiv, has_dependent_launch, launch_options, next_power_of_2
+from engine.ops.quantized_dot import groups_of, load_where
 from engine.ops.quantized_weight import GROUP
 
 
@@ -92,7 +93,7 @@ def quantize_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) 
     rows, groups = empty_rows(len(x), x.shape[1], x.device), groups_of(x.shape[1])
     quantize_rms_norm_kernel[(len(x),)](
         x, weight, rows.values, rows.scales, rows.sums, x.shape[1], eps,
-        BLOCK=triton.next_power_of_2(groups), EVEN=groups == triton.next_power_of_2(groups),
+        BLOCK=next_power_of_2(groups), EVEN=groups == next_power_of_2(groups),
         PDL=has_dependent_launch(x.device), **launch_options(x.device, 8, 128),
     )  # fmt: skip
     return rows
@@ -106,8 +107,8 @@ def _launch_rows(x: torch.Tensor, other: torch.Tensor, columns: int, *, is_swigl
     assert x.stride(1) == 1 and other.stride(1) == 1
     rows = empty_rows(len(x), columns, x.device)
     groups = columns // GROUP
-    block = min(8, triton.next_power_of_2(groups))
-    quantize_rows_kernel[(len(x), triton.cdiv(groups, block))](
+    block = min(8, next_power_of_2(groups))
+    quantize_rows_kernel[(len(x), cdiv(groups, block))](
         x, other, rows.values, rows.scales, rows.sums, x.stride(0), other.stride(0), groups,
         IS_SWIGLU=is_swiglu, BLOCK=block, PDL=has_dependent_launch(x.device), **launch_options(x.device, 4),
     )  # fmt: skip

@@ -29,26 +29,6 @@ def ahead(iterations: int, most: int) -> int:
     return -(-iterations // -(-iterations // most))
 
 
-def is_interpreted() -> bool:
-    """The interpreter has no inline assembly and rounds a fused multiply-add twice."""
-    return triton.knobs.runtime.interpret
-
-
-def launch_options(device: torch.device, num_warps: int, registers: int | None = None) -> dict[str, object]:
-    """registers  of a thread at most. Told of a number, the assembler also uses it: it begins all loads that stand
-    side by side at once, where it would otherwise wait for some before it begins others
-    """
-    if is_interpreted():
-        return {}
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": has_dependent_launch(device)}
-    return options if registers is None else options | {"maxnreg": registers}
-
-
-def has_dependent_launch(device: torch.device) -> bool:
-    """A kernel may start, and read its weights, while the one before it ends."""
-    return not is_interpreted() and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def group_sums_reference(activations: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Exact sums of 64 products of integers, as fp32: each partial sum is an integer below 2**24.
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
+from engine.ops.launch import cdiv, has_dependent_launch, launch_options
 from engine.ops.quantized_weight import GROUP, TILE_ROWS, QuantizedWeight, dequantize_weight
 
 
@@ -33,7 +33,7 @@ def quantized_embedding_triton(token_ids: torch.Tensor, weight: QuantizedWeight,
     assert token_ids.is_contiguous()
     groups = weight.columns // GROUP
     y = torch.empty(len(token_ids), weight.columns, dtype=dtype, device=token_ids.device)
-    quantized_embedding_kernel[(len(token_ids), triton.cdiv(groups, 16))](
+    quantized_embedding_kernel[(len(token_ids), cdiv(groups, 16))](
         token_ids, weight.words.view(torch.int8), weight.scales, y, weight.rows, groups,
         BITS=weight.bits, BLOCK=16, PDL=has_dependent_launch(y.device), **launch_options(y.device, 4),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, has_dependent_launch, is_interpreted, launch_options
 from engine.ops.quantize_rows import QuantizedRows, empty_rows, quantize_rows_reference, store_rounded
 from engine.ops.quantized_dot import (
     activations_at,
@@ -19,9 +20,6 @@ from engine.ops.quantized_dot import (
     fold_tiles,
     group_sums_reference,
     groups_of,
-    has_dependent_launch,
-    is_interpreted,
-    launch_options,
     load_activations,
     load_weights,
     num_iterations,
@@ -175,7 +173,7 @@ def experts_swiglu_triton(
 
 def _choice_options(logits: torch.Tensor, num_warps: int) -> dict[str, object]:
     return {
-        "BLOCK": 32 * triton.cdiv(logits.shape[1] - 1, 32),
+        "BLOCK": 32 * cdiv(logits.shape[1] - 1, 32),
         "PDL": has_dependent_launch(logits.device),
         "INTERPRETED": is_interpreted(),
         **launch_options(logits.device, num_warps, _REGISTERS),

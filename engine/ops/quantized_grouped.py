@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import cdiv, is_interpreted
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
     MatmulShape,
@@ -95,7 +95,7 @@ def quantized_grouped_experts_triton(
     launch_matmul(inner, experts.down, outputs, down_shape, order=order, blocks=down_blocks, scatters=True)
     shared = quantized_mlp_triton(x, experts.shared_gate_up, experts.shared_down, x.dtype, ordered=ordered)
     y = torch.empty(len(x), experts.down.rows, dtype=dtype, device=x.device)
-    combine_experts_kernel[(len(x), triton.cdiv(y.shape[1], 1024))](
+    combine_experts_kernel[(len(x), cdiv(y.shape[1], 1024))](
         outputs, shared, weights, y if residual is None else residual, y, y.shape[1],
         CHOSEN=num_chosen, BLOCK=1024, HAS_RESIDUAL=residual is not None,
         **({} if is_interpreted() else {"num_warps": 4}),

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, has_dependent_launch, is_interpreted, launch_options
 from engine.ops.quantize_rows import QuantizedRows
 from engine.ops.quantized_dot import (
     activations_at,
@@ -17,9 +18,6 @@ from engine.ops.quantized_dot import (
     fold,
     group_sums_reference,
     groups_of,
-    has_dependent_launch,
-    is_interpreted,
-    launch_options,
     load_activations,
     load_weights,
     num_iterations,
@@ -101,8 +99,8 @@ def _launch_few_rows(
 ) -> None:
     first, last = weights[0], weights[-1]
     constants = constants_of(len(y), weights, segments)
-    programs = sum(triton.cdiv(weight.words.shape[0], constants["TILES"]) for weight in weights)
-    linear_few_rows_kernel[(programs, triton.cdiv(len(y), constants["ROWS"]))](
+    programs = sum(cdiv(weight.words.shape[0], constants["TILES"]) for weight in weights)
+    linear_few_rows_kernel[(programs, cdiv(len(y), constants["ROWS"]))](
         x.values.view(torch.int32), x.scales, first.words, first.scales, last.words, last.scales,
         y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups_of(first.columns),
         first.words.shape[0], last.words.shape[0], HAS_RESIDUAL=residual is not None,

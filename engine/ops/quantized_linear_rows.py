@@ -5,13 +5,13 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from engine.ops.launch import cdiv, has_dependent_launch, launch_options, next_power_of_2, processors_of
 from engine.ops.quantize_rows import QuantizedRows
-from engine.ops.quantized_dot import ahead, groups_of, has_dependent_launch, launch_options, num_iterations
+from engine.ops.quantized_dot import ahead, groups_of, num_iterations
 from engine.ops.quantized_weight import QuantizedWeight
 
 # of a matrix instruction, whose other side are the 16 outputs of a tile
@@ -33,8 +33,8 @@ def linear_rows_triton(
     first, last = weights[0], weights[-1]
     constants = constants_of(len(y), weights, segments)
     tiles = sum(weight.words.shape[0] for weight in weights)
-    grid = tiles, triton.cdiv(len(y), _ROWS * constants["BLOCKS"])
-    processors = torch.cuda.get_device_properties(y.device).multi_processor_count
+    grid = tiles, cdiv(len(y), _ROWS * constants["BLOCKS"])
+    processors = processors_of(y.device)
     linear_rows_kernel[grid](
         x.values.view(torch.int32), x.scales, x.sums, first.words, first.scales, last.words, last.scales,
         y if residual is None else residual, y, len(y), y.shape[1], first.rows, groups_of(first.columns),
@@ -50,7 +50,7 @@ def registers_for(segments: int, programs: int, processors: int) -> int | None:
 
 
 def constants_of(rows: int, weights: Sequence[QuantizedWeight], segments: int) -> dict[str, int | bool]:
-    blocks = min(4, triton.next_power_of_2(triton.cdiv(rows, _ROWS)))
+    blocks = min(4, next_power_of_2(cdiv(rows, _ROWS)))
     iterations = num_iterations(groups_of(weights[0].columns), segments)
     # bits of a group's weights that a lane holds for each output: so much fits into its registers
     most = 16 if blocks == 1 else 8

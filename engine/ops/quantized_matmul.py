@@ -13,7 +13,8 @@ import triton.language as tl
 
 from engine.ops.dequantized_matmul import dequantized_matmul_triton, is_worth_dequantizing
 from engine.ops.halved import halved, halved_column
-from engine.ops.quantized_dot import groups_of, is_interpreted
+from engine.ops.launch import capability_of, cdiv, is_interpreted
+from engine.ops.quantized_dot import groups_of
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_weight
 
 # programs that leave much of a card idle
@@ -107,7 +108,7 @@ def quantized_matmul_triton(
     ordered: torch.Tensor | None = None,
     shape: MatmulShape | None = None,
 ) -> torch.Tensor:
-    y = torch.empty(len(x), sum(weight.rows for weight in weights), dtype=dtype, device=x.device)
+    y = torch.empty(x.shape[0], sum(weight.rows for weight in weights), dtype=dtype, device=x.device)
     first = 0
     for weight in weights:
         part = y[:, first : first + weight.rows]
@@ -129,10 +130,11 @@ def _multiply(
     """launch_matmul of one matrix, or what takes its place where there are very many rows."""
     options = {"residual": residual, "is_swiglu": is_swiglu, "halves_output": halves_output}
     # where the memory unit copies tiles, rows begin at multiples of 16 bytes
-    if shape is None and is_worth_dequantizing(x.device, len(x)) and x.stride(0) % 8 == 0:
+    rows = x.shape[0]
+    if shape is None and is_worth_dequantizing(x.device, rows) and x.stride(0) % 8 == 0:
         dequantized_matmul_triton(x, weight, y, **options)
     else:
-        chosen = shape or shape_of(x.device, len(x), is_paired=is_swiglu, outputs=weight.rows)
+        chosen = shape or shape_of(x.device, rows, is_paired=is_swiglu, outputs=weight.rows)
         launch_matmul(x, weight, y, chosen, **options)
 
 
@@ -145,25 +147,21 @@ def quantized_mlp_triton(
     ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """ordered  halved(x), where the caller has it"""
-    inner = torch.empty(len(x), gate_up.rows // 2, dtype=x.dtype, device=x.device)
+    inner = torch.empty(x.shape[0], gate_up.rows // 2, dtype=x.dtype, device=x.device)
     # written as the second product reads it
     x = in_order_of(gate_up, x, ordered)
     _multiply(x, gate_up, inner, is_swiglu=True, halves_output=down.bits == 4)
-    y = torch.empty(len(x), down.rows, dtype=dtype, device=x.device)
+    y = torch.empty(x.shape[0], down.rows, dtype=dtype, device=x.device)
     _multiply(inner, down, y, residual=residual)
     return y
 
 
 def shape_of(device: torch.device, rows: int, *, is_paired: bool = False, outputs: int | None = None) -> MatmulShape:
-    return matmul_shape_for(_capability(device), rows, is_paired, outputs)
+    return matmul_shape_for(capability_of(device), rows, is_paired, outputs)
 
 
 def down_shape_of(device: torch.device, rows: int) -> MatmulShape:
-    return down_shape_for(_capability(device), rows)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (0, 0) if is_interpreted() else torch.cuda.get_device_capability(device)
+    return down_shape_for(capability_of(device), rows)
 
 
 def matmul_shape_for(
@@ -176,7 +174,7 @@ def matmul_shape_for(
     is_paired  gates beside ups, where experts' last block of rows is seldom full
     """
     shape = _widest_shape(capability, rows, is_paired)
-    if outputs is None or triton.cdiv(rows, shape.block_m) * triton.cdiv(outputs, shape.block_n) >= FEW_PROGRAMS:
+    if outputs is None or cdiv(rows, shape.block_m) * cdiv(outputs, shape.block_n) >= FEW_PROGRAMS:
         return shape
     return MatmulShape(64, 64, 4, 4)
 
@@ -238,15 +236,17 @@ def launch_matmul(
     assert not is_swiglu or outputs % TILE_ROWS == 0
     # of a program, half of whose weights are gates and half ups
     block_n = shape.block_n // 2 if is_swiglu else shape.block_n
-    num_blocks = triton.cdiv(len(x), shape.block_m) if blocks is None else len(blocks)
+    # shape[0] throughout: torch's len() takes the host a microsecond
+    rows = x.shape[0]
+    num_blocks = cdiv(rows, shape.block_m) if blocks is None else blocks.shape[0]
     options = {} if is_interpreted() else {"num_warps": shape.num_warps}
-    quantized_matmul_kernel[(triton.cdiv(outputs, block_n), num_blocks)](
+    quantized_matmul_kernel[(cdiv(outputs, block_n), num_blocks)](
         x, weight.words.view(torch.int8), weight.scales, y, y if residual is None else residual,
         x if order is None else order, x if blocks is None else blocks,
-        x.stride(0), y.stride(0), len(x), outputs, groups_of(weight.columns), weight.scales.shape[-3],
+        x.stride(0), y.stride(0), rows, outputs, groups_of(weight.columns), weight.scales.shape[-3],
         BITS=weight.bits, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, NUM_STAGES=shape.num_stages,
         IS_SWIGLU=is_swiglu, HAS_RESIDUAL=residual is not None, IS_GROUPED=blocks is not None, GATHERS=gathers,
-        SCATTERS=scatters, HALVES_OUTPUT=halves_output, WAITS=_capability(x.device)[0] == 9,
+        SCATTERS=scatters, HALVES_OUTPUT=halves_output, WAITS=capability_of(x.device)[0] == 9,
         INTERPRETED=is_interpreted(), **options,
     )  # fmt: skip
 

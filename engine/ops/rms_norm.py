@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, is_interpreted
+from engine.ops.launch import has_dependent_launch, is_interpreted, next_power_of_2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,7 +34,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     assert x.stride(-1) == 1 and weight.is_contiguous()
     assert x.dim() == 2 or x.is_contiguous() or (x.dim() == 3 and heads == x.shape[1] and x.stride(1) == width)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     dependent = has_dependent_launch(x.device)
     options = {} if is_interpreted() else {"num_warps": min(8, max(1, block // 256)), "launch_pdl": dependent}
     rms_norm_kernel[(x.numel() // width,)](

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import next_power_of_2
+
 
 def rope_angles(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float
@@ -31,7 +33,7 @@ def rope_angles_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, pairs = len(positions), len(inverse_frequencies)
     cos, sin = (torch.empty(rows, pairs, dtype=torch.float32, device=positions.device) for _ in range(2))
-    block = triton.next_power_of_2(pairs)
+    block = next_power_of_2(pairs)
     rope_angles_kernel[(rows,)](positions, inverse_frequencies, cos, sin, scale, pairs, BLOCK=block)
     return cos, sin
 

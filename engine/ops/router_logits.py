@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, has_dependent_launch, launch_options, next_power_of_2
 from engine.ops.quantize_rows import (
     QuantizedRows,
     empty_rows,
@@ -12,7 +13,7 @@ from engine.ops.quantize_rows import (
     quantize_rms_norm_reference,
     round_normed,
 )
-from engine.ops.quantized_dot import groups_of, has_dependent_launch, launch_options, load_where
+from engine.ops.quantized_dot import groups_of, load_where
 
 _OUTPUTS = 4
 
@@ -48,9 +49,9 @@ def router_logits_triton(
     rounded = empty_rows(rows, hidden, x.device)
     groups = groups_of(hidden)
     logits = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
-    router_logits_kernel[(triton.cdiv(outputs, _OUTPUTS) + 1, rows)](
+    router_logits_kernel[(cdiv(outputs, _OUTPUTS) + 1, rows)](
         x, norm_weight, router, rounded.values, rounded.scales, rounded.sums, logits, outputs, hidden, eps,
-        OUTPUTS=_OUTPUTS, BLOCK=triton.next_power_of_2(groups), EVEN=groups == triton.next_power_of_2(groups),
+        OUTPUTS=_OUTPUTS, BLOCK=next_power_of_2(groups), EVEN=groups == next_power_of_2(groups),
         PDL=has_dependent_launch(x.device), **launch_options(x.device, 4, 128),
     )  # fmt: skip
     return rounded, logits

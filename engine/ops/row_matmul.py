@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import cdiv, is_interpreted
 
 BLOCK_ROWS, BLOCK_OUTPUTS = 64, 64
 
@@ -31,7 +31,7 @@ def row_matmul_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (rows, columns), outputs = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous() and columns % 64 == 0
     y = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
-    row_matmul_kernel[(triton.cdiv(outputs, BLOCK_OUTPUTS), triton.cdiv(rows, BLOCK_ROWS))](
+    row_matmul_kernel[(cdiv(outputs, BLOCK_OUTPUTS), cdiv(rows, BLOCK_ROWS))](
         x, weight, y, x.stride(0), rows, outputs, columns, ROWS=BLOCK_ROWS, OUTPUTS=BLOCK_OUTPUTS,
         INTERPRETED=is_interpreted(), **({} if is_interpreted() else {"num_warps": 4}),
     )  # fmt: skip

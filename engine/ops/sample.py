@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, next_power_of_2
 from engine.ops.penalise import TokenCounts, penalise, penalised
 from engine.ops.sample_argmax import best_kernel, best_key, launched
 from engine.ops.sample_noise import gumbel, gumbel_noise, noise_keys_of
@@ -86,7 +87,7 @@ class SampleWorkspace:
         cls, rows: int, vocab: int, device: torch.device | str, shape: TruncateShape | None = None
     ) -> "SampleWorkspace":
         shape = shape or shape_for(rows)
-        keys = torch.empty(rows, triton.cdiv(vocab, shape.block), dtype=torch.int64, device=device)
+        keys = torch.empty(rows, cdiv(vocab, shape.block), dtype=torch.int64, device=device)
         return cls(keys, TruncateWorkspace.empty(rows, vocab, shape, device))
 
 
@@ -185,9 +186,9 @@ def sample_triton(
     _check(logits, tokens, rows)
     launch = launched(logits.device)
     parts = workspace.keys.shape[1]
-    part_lanes = {"PARTS": triton.next_power_of_2(parts)}
+    part_lanes = {"PARTS": next_power_of_2(parts)}
     space = workspace.truncate
-    assert space.scaled.shape == logits.shape and parts == triton.cdiv(vocab, shape.block)
+    assert space.scaled.shape == logits.shape and parts == cdiv(vocab, shape.block)
     masks = (rows.mask_words, rows.mask_flags) if rows.mask_words is not None else (rows.slots, rows.slots)
     adjust_kernel[(parts, num_rows)](
         logits, table.words, tokens.counts, tokens.in_prompt.view(torch.int8), rows.slots, rows.positions,
@@ -201,7 +202,7 @@ def sample_triton(
         table.words, rows.slots, rows.positions, workspace.keys, space.scaled, space.ranges, space.masses,
         space.bounds, space.places, space.values, space.before, space.found, space.lowest, vocab,
         BLOCK=shape.block, LEVELS=shape.levels, CUTS=shape.cuts, CAPACITY=shape.capacity,
-        LOOK=min(LOOK, triton.next_power_of_2(shape.capacity)), **part_lanes, **launch,
+        LOOK=min(LOOK, next_power_of_2(shape.capacity)), **part_lanes, **launch,
     )  # fmt: skip
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     best_kernel[(num_rows,)](workspace.keys, token_ids, parts, **part_lanes, **launch)

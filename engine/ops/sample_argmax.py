@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.quantized_dot import has_dependent_launch, launch_options
+from engine.ops.launch import cdiv, has_dependent_launch, launch_options, next_power_of_2
 
 BLOCK = 2048
 
@@ -30,12 +30,12 @@ def argmax_reference(logits: torch.Tensor) -> torch.Tensor:
 def argmax_triton(logits: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     assert logits.stride(1) == 1 and logits.dtype == torch.float32
     rows, vocab = logits.shape
-    programs = triton.cdiv(vocab, block)
+    programs = cdiv(vocab, block)
     keys = torch.empty(rows, programs, dtype=torch.int64, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     launch = launched(logits.device)
     argmax_kernel[(programs, rows)](logits, keys, logits.stride(0), vocab, BLOCK=block, **launch)
-    best_kernel[(rows,)](keys, token_ids, programs, PARTS=triton.next_power_of_2(programs), **launch)
+    best_kernel[(rows,)](keys, token_ids, programs, PARTS=next_power_of_2(programs), **launch)
     return token_ids
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, next_power_of_2
 from engine.ops.sample_argmax import launched
 from engine.ops.sample_table import IS_TRUNCATED, LOG_MIN_P, TOP_K, TOP_P, WIDTH, number
 
@@ -126,7 +127,7 @@ class TruncateWorkspace:
 
         return cls(
             scaled=made(torch.float32, vocab),
-            ranges=made(torch.float32, triton.cdiv(vocab, shape.block), 2),
+            ranges=made(torch.float32, cdiv(vocab, shape.block), 2),
             counts=made(torch.int32, shape.levels, shape.cuts),
             masses=made(torch.int64, shape.levels, shape.cuts),
             bounds=made(torch.float32, shape.levels + 1, 2),
@@ -142,23 +143,23 @@ class TruncateWorkspace:
 def narrow_triton(table: torch.Tensor, slots: torch.Tensor, space: TruncateWorkspace, shape: TruncateShape) -> None:
     """From logits over temperature and their ranges to all that lowest_of_row asks for."""
     rows, vocab = space.scaled.shape
-    programs = triton.cdiv(vocab, shape.block)
+    programs = cdiv(vocab, shape.block)
     common = {"LEVELS": shape.levels, "CUTS": shape.cuts, "CAPACITY": shape.capacity, **launched(table.device)}
     state = (space.counts, space.masses, space.bounds, space.places)
     for level in range(shape.levels):
-        tally_kernel[(min(shape.counters, triton.cdiv(vocab, shape.counted)), rows)](
+        tally_kernel[(min(shape.counters, cdiv(vocab, shape.counted)), rows)](
             table, slots, space.scaled, space.ranges, *state, vocab, programs, LEVEL=level, BLOCK=shape.counted,
-            TILE=shape.tile, PARTS=triton.next_power_of_2(programs), **common,
+            TILE=shape.tile, PARTS=next_power_of_2(programs), **common,
         )  # fmt: skip
     collect_kernel[(programs, rows)](
         table, slots, space.scaled, *state, space.used, space.values, vocab, BLOCK=shape.block, **common
     )
-    rank_kernel[(min(shape.rankers, triton.cdiv(shape.capacity, shape.ranked)), rows)](
+    rank_kernel[(min(shape.rankers, cdiv(shape.capacity, shape.ranked)), rows)](
         table, slots, *state, space.values, space.before, space.found,
         MINE=shape.ranked, TILE=2 * shape.tile, **common,
     )  # fmt: skip
     bisect_kernel[(rows,)](
-        table, slots, space.scaled, *state, space.lowest, vocab, BLOCK=min(BISECTED, triton.next_power_of_2(vocab)),
+        table, slots, space.scaled, *state, space.lowest, vocab, BLOCK=min(BISECTED, next_power_of_2(vocab)),
         **common | launched(table.device, num_warps=16),
     )  # fmt: skip
 

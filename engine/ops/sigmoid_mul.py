@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved, halved_column
-from engine.ops.quantized_dot import is_interpreted
+from engine.ops.launch import cdiv, is_interpreted
 
 BLOCK = 1024
 
@@ -47,7 +47,7 @@ def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor, halves: bool = Fals
     rows, width = x.shape
     assert x.is_contiguous() and gate.stride(1) == 1
     y = torch.empty(rows, width, dtype=gate.dtype, device=x.device)
-    sigmoid_gate_kernel[(rows, triton.cdiv(width, BLOCK))](
+    sigmoid_gate_kernel[(rows, cdiv(width, BLOCK))](
         x, gate, y, width, gate.stride(0), HALVES=halves, BLOCK=BLOCK, **({} if is_interpreted() else {"num_warps": 4})
     )
     return y

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.launch import cdiv, next_power_of_2
+
 BLOCK_SIZE = 64
 ROWS = 256
 
@@ -87,10 +89,10 @@ def window_rows_triton(
         context_lens=torch.empty_like(context_lens),
         slot_mapping=torch.empty_like(slot_mapping),
     )
-    window_rows_kernel[(len(slots), 1 + triton.cdiv(max(num_rows), ROWS))](
+    window_rows_kernel[(len(slots), 1 + cdiv(max(num_rows), ROWS))](
         slots, positions, query_starts, context_lens, slot_mapping,
         found.block_tables, found.context_lens, found.slot_mapping, ring,
-        ROWS=ROWS, PADDED=triton.next_power_of_2(ring),
+        ROWS=ROWS, PADDED=next_power_of_2(ring),
     )  # fmt: skip
     return found
 

@@ -29,8 +29,8 @@ import triton  # noqa: E402
 
 from engine.copy_speed import copy_bytes_per_s  # noqa: E402
 from engine.ops import (  # noqa: E402
+    launch,
     quantize_rows,
-    quantized_dot,
     quantized_experts,
     quantized_linear,
     router_logits,
@@ -407,10 +407,10 @@ def replays_agree(token):
 class dependent_launch:
     def __init__(self, is_on):
         self._is_on = is_on
-        self._modules = (quantized_dot, quantize_rows, quantized_linear, quantized_experts, router_logits)
+        self._modules = (launch, quantize_rows, quantized_linear, quantized_experts, router_logits)
 
     def __enter__(self):
-        self._before = quantized_dot.has_dependent_launch
+        self._before = launch.has_dependent_launch
         self._set(self._before if self._is_on else lambda device: False)
 
     def __exit__(self, *_):
