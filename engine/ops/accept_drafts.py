@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.ops.decode_rows import BLOCK_SIZE
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
-from engine.ops.launch import has_dependent_launch, next_power_of_2
+from engine.ops.launch import has_dependent_launch, next_power_of_2, plain_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def accept_drafts_triton(
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
         PADDED_ROWS=next_power_of_2(num_rows), PADDED_DEPTH=next_power_of_2(max(num_drafts, 1)),
-        PDL=dependent, **({"launch_pdl": True} if dependent else {}),
+        PDL=dependent, **plain_options(4, is_fused=True), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return found
 

@@ -255,6 +255,7 @@ class DecodeCall:
             PORTABLE=is_interpreted(),
             DEPENDENT=self.dependent,
             num_warps=shape.num_warps,
+            enable_fp_fusion=True,
             maxnreg=shape.max_registers,
             **storage,
             **self.launch,
@@ -286,6 +287,7 @@ class DecodeCall:
             TILE=COMBINE_TILE,
             DEPENDENT=self.dependent,
             num_warps=COMBINE_WARPS,
+            enable_fp_fusion=True,
             **self.launch,
         )
 

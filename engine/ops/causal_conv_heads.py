@@ -9,7 +9,7 @@ import triton.language as tl
 
 from engine.ops.causal_conv import causal_conv_reference
 from engine.ops.delta_state import Keep
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 
 EPS = 1e-6
 BLOCK_ROWS = 32
@@ -80,7 +80,7 @@ def causal_conv_heads_triton(
     assert inputs.is_contiguous() and weight.is_contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse_norms = torch.empty(len(x), unit_heads, device=x.device)
-    options = {} if is_interpreted() else {"num_warps": 4, "enable_fp_fusion": False}
+    options = plain_options(4)
     causal_conv_heads_kernel[(cdiv(max(num_rows), BLOCK_ROWS), channels // dim, len(num_rows))](
         x, weight, inputs, state_slots, query_starts, y, inverse_norms, x.stride(0), channels, inputs.stride(0),
         unit_heads, EPS, DIM=dim, BLOCK=BLOCK_ROWS, **options,

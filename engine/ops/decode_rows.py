@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
-from engine.ops.launch import cdiv, next_power_of_2
+from engine.ops.launch import cdiv, next_power_of_2, plain_options
 
 BLOCK_SIZE = 64
 # block ids that one program copies
@@ -93,6 +93,7 @@ def decode_rows_triton(state: DecodeSlots, slots: torch.Tensor, block_ids: torch
         state.numbers, slots, block_ids, rows.token_ids, rows.positions, rows.next_positions, rows.slot_mapping,
         rows.row_slots, rows.slots, rows.context_lens, rows.num_accepted, rows.block_tables,
         state.numbers.shape[1], width, ROWS=num_rows, PADDED=next_power_of_2(num_rows), COPIED=COPIED,
+        **plain_options(4, is_fused=True),
     )  # fmt: skip
     return rows
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.halved import halved_column
-from engine.ops.launch import capability_of, cdiv, is_interpreted
+from engine.ops.launch import capability_of, cdiv, is_interpreted, plain_options
 from engine.ops.quantized_dot import groups_of
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight
 
@@ -46,7 +46,7 @@ def dequantized_matmul_triton(
     )
     rows = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
     matrix = TensorDescriptor.from_tensor(numbers, [BLOCK_N, BLOCK_K])
-    options = {} if is_interpreted() else {"num_warps": NUM_WARPS}
+    options = plain_options(NUM_WARPS, is_fused=True)
     for first in range(0, outputs, most):
         count = min(most, outputs - first)
         _dequantize(weight, first, count, numbers, is_swiglu)
@@ -66,7 +66,7 @@ def _dequantize(weight: QuantizedWeight, first: int, count: int, target: torch.T
     dequantize_kernel[(tiles * (2 if is_swiglu else 1), cdiv(groups, 4))](
         weight.words.view(torch.int8), weight.scales, target, first // TILE_ROWS, tiles, groups,
         weight.rows // 2 // TILE_ROWS, BITS=weight.bits, BLOCK=4, IS_SWIGLU=is_swiglu,
-        **({} if is_interpreted() else {"num_warps": 4}),
+        **plain_options(4, is_fused=True),
     )  # fmt: skip
 
 

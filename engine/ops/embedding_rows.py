@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.ops.launch import cdiv
+from engine.ops.launch import cdiv, plain_options
 
 # numbers that one program copies
 COPIED = 2048
@@ -31,7 +31,9 @@ def embedding_rows_triton(token_ids: torch.Tensor, weight: torch.Tensor) -> torc
     assert token_ids.is_contiguous() and weight.is_contiguous()
     rows, columns = weight.shape
     y = torch.empty(len(token_ids), columns, dtype=weight.dtype, device=token_ids.device)
-    embedding_rows_kernel[(len(token_ids), cdiv(columns, COPIED))](token_ids, weight, y, rows, columns, COPIED=COPIED)
+    embedding_rows_kernel[(len(token_ids), cdiv(columns, COPIED))](
+        token_ids, weight, y, rows, columns, COPIED=COPIED, **plain_options(4, is_fused=True)
+    )
     return y
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 from engine.ops.route import choose, route_reference
 
 
@@ -31,7 +31,7 @@ def expert_choice_triton(logits: torch.Tensor, num_chosen: int) -> tuple[torch.T
     weights = torch.empty(rows, num_chosen + 1, dtype=torch.float32, device=logits.device)
     expert_choice_kernel[(rows,)](
         logits, chosen, weights, experts, COUNT=num_chosen, BLOCK=32 * cdiv(experts, 32),
-        **({} if is_interpreted() else {"num_warps": 1}),
+        **plain_options(1, is_fused=True),
     )  # fmt: skip
     return chosen, weights
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.ops.delta_state import DeltaState
 from engine.ops.gated_delta_fold import fold_rows, gated_delta_fold_reference, tile_offsets
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 
 # channels of the convolution's inputs that one program copies
 BLOCK = 1024
@@ -67,7 +67,7 @@ def gated_delta_copy_triton(
     assert state.shape[1:] == (layers, value_heads, 128, 128) and taps.shape[1:] == (layers, 3, channels)
     assert memory.inputs.shape[2] == 3 + pending
     assert all(tensor.is_contiguous() for tensor in (*memory.tensors(), state, taps))
-    options = {} if is_interpreted() else {"num_warps": 8, "enable_fp_fusion": False}
+    options = plain_options(8)
     gated_delta_copy_kernel[(value_heads + cdiv(channels, BLOCK), layers, len(slots))](
         *memory.tensors(), slots, counts, state, taps, indices, num_slots, channels, KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads, PENDING=pending, DIM=dim, BLOCK=BLOCK, **options,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.delta_state import DeltaState
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 
 
 def gated_delta_fold(memory: DeltaState, state_slots: torch.Tensor, num_accepted: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def gated_delta_fold_triton(memory: DeltaState, state_slots: torch.Tensor, num_a
     value_heads, channels = memory.state.shape[1], memory.inputs.shape[2]
     assert memory.state.shape[2:] == (128, 128) and memory.inputs.shape[1] == 3 + pending
     assert all(tensor.is_contiguous() for tensor in memory.tensors())
-    options = {} if is_interpreted() else {"num_warps": 8, "enable_fp_fusion": False}
+    options = plain_options(8)
     gated_delta_fold_kernel[(value_heads + cdiv(channels, 1024), len(state_slots))](
         *memory.tensors(), state_slots, num_accepted, channels, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
         PENDING=pending, DIM=dim, BLOCK=1024, **options,

@@ -11,7 +11,7 @@ import triton.language as tl
 from engine.ops.delta_state import DeltaWeights, Keep
 from engine.ops.gated_delta_chunked import gated_delta_chunked_reference
 from engine.ops.gated_delta_gates import gated_delta_gates_reference, log_decay
-from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2
+from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2, plain_options
 
 CHUNK = 64
 # rows of a request between two launches: what they leave for each other stays in the L2 cache
@@ -174,7 +174,7 @@ def gated_delta_prefill_triton(
         delta_chunks_kernel[(cdiv(end - start, CHUNK), heads, len(num_rows))](
             convolved, inverse_norms, a, b, weights.decay, weights.dt_bias, query_starts, chunks.stale, chunks.within,
             chunks.fresh, chunks.factors, start, end - start, a.stride(0), chunks.stale.stride(0),
-            chunks.within.stride(0), len(num_rows), **common, **_options(shape.chunk_warps),
+            chunks.within.stride(0), len(num_rows), **common, **plain_options(shape.chunk_warps),
         )  # fmt: skip
         # where nothing is kept these are not looked at, but of the same types: a kernel is compiled for them
         copies, indices = (kept, keep.on_device) if keep else (state, state_slots)
@@ -182,13 +182,9 @@ def gated_delta_prefill_triton(
             convolved, state, state_slots, query_starts, chunks.stale, chunks.within, chunks.fresh, chunks.factors,
             output, copies, indices, start, end - start, chunks.stale.stride(0), chunks.within.stride(0),
             copies.stride(0), int(keep is not None), len(num_rows), VALUES=shape.values, NUM_STAGES=shape.num_stages,
-            **common, **_options(shape.scan_warps),
+            **common, **plain_options(shape.scan_warps),
         )  # fmt: skip
     return output
-
-
-def _options(num_warps: int) -> dict[str, object]:
-    return {} if is_interpreted() else {"num_warps": num_warps, "enable_fp_fusion": False}
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved, halved_column
-from engine.ops.launch import cdiv, is_interpreted, next_power_of_2
+from engine.ops.launch import cdiv, next_power_of_2, plain_options
 
 BLOCK_ITEMS = 8
 
@@ -47,7 +47,7 @@ def gated_rms_norm_triton(
         gate = gate.contiguous().view(1, -1, width)
     heads = gate.shape[1]
     assert x.is_contiguous() and weight.is_contiguous() and width == next_power_of_2(width)
-    options = {} if is_interpreted() else {"num_warps": 4, "enable_fp_fusion": False}
+    options = plain_options(4)
     gated_rms_norm_kernel[(len(gate), cdiv(heads, BLOCK_ITEMS))](
         x, gate, weight, y, gate.stride(0), heads, eps, ITEMS=BLOCK_ITEMS, WIDTH=width, HALVES=halves,
         **options,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import cdiv
+from engine.ops.launch import cdiv, plain_options
 
 GROUP = 64
 
@@ -30,7 +30,7 @@ def hadamard_triton(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     assert x.is_contiguous() and x.shape[-1] % GROUP == 0
     # a program in one warp, so that no sum passes from warp to warp
-    hadamard_kernel[(cdiv(x.numel(), 4 * GROUP),)](x, y, x.numel(), num_warps=1)
+    hadamard_kernel[(cdiv(x.numel(), 4 * GROUP),)](x, y, x.numel(), **plain_options(1, is_fused=True))
     return y
 
 

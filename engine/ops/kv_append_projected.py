@@ -114,6 +114,7 @@ def kv_append_projected_triton(
         DEPENDENT=dependent,
         # a head in one warp: no maximum or sum passes from warp to warp
         num_warps=1,
+        enable_fp_fusion=True,
         **({"launch_pdl": True} if dependent else {}),
     )
     return query

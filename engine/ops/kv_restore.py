@@ -6,7 +6,7 @@ import triton.language as tl
 
 from engine.ops.attention_tile import load_planes
 from engine.ops.coded_kv import CodedKV, decoded
-from engine.ops.launch import is_interpreted
+from engine.ops.launch import is_interpreted, plain_options
 from engine.ops.paged_kv import PagedKV
 
 
@@ -65,7 +65,7 @@ def kv_restore_triton(
         VALUE_SCALE_STRIDES=cache.value_scales.stride(),
         TARGET_STRIDES=target.keys.stride(),
         PORTABLE=is_interpreted(),
-        num_warps=4,
+        **plain_options(4, is_fused=True),
     )
 
 

@@ -41,6 +41,15 @@ def has_dependent_launch(device: torch.device) -> bool:
     return capability_of(device) >= (9, 0)
 
 
+def plain_options(num_warps: int, *, is_fused: bool = False) -> dict[str, object]:
+    """Of a kernel that waits for all before it.
+
+    is_fused  a product and a sum may become one multiply-add, which rounds once. Said for every kernel, because what
+              Triton does when it is not told changes with 3.10, and with it bits
+    """
+    return {} if is_interpreted() else {"num_warps": num_warps, "enable_fp_fusion": is_fused}
+
+
 def launch_options(device: torch.device, num_warps: int, registers: int | None = None) -> dict[str, object]:
     """registers  of a thread at most. Told of a number, the assembler also uses it: it begins all loads that stand
     side by side at once, where it would otherwise wait for some before it begins others

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_matmul import (
     MatmulShape,
@@ -98,7 +98,7 @@ def quantized_grouped_experts_triton(
     combine_experts_kernel[(len(x), cdiv(y.shape[1], 1024))](
         outputs, shared, weights, y if residual is None else residual, y, y.shape[1],
         CHOSEN=num_chosen, BLOCK=1024, HAS_RESIDUAL=residual is not None,
-        **({} if is_interpreted() else {"num_warps": 4}),
+        **plain_options(4, is_fused=True),
     )  # fmt: skip
     return y
 
@@ -120,7 +120,7 @@ def expert_blocks(
     )
     expert_blocks_kernel[(num_experts,)](
         chosen, order, blocks, others, count, block_rows, other_rows, BLOCK=LISTED,
-        **({} if is_interpreted() else {"num_warps": 8}),
+        **plain_options(8, is_fused=True),
     )  # fmt: skip
     return order, blocks, others
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engine.ops.dequantized_matmul import dequantized_matmul_triton, is_worth_dequantizing
 from engine.ops.halved import halved, halved_column
-from engine.ops.launch import capability_of, cdiv, is_interpreted
+from engine.ops.launch import capability_of, cdiv, is_interpreted, plain_options
 from engine.ops.quantized_dot import groups_of
 from engine.ops.quantized_weight import TILE_ROWS, QuantizedWeight, dequantize_weight
 
@@ -239,7 +239,7 @@ def launch_matmul(
     # shape[0] throughout: torch's len() takes the host a microsecond
     rows = x.shape[0]
     num_blocks = cdiv(rows, shape.block_m) if blocks is None else blocks.shape[0]
-    options = {} if is_interpreted() else {"num_warps": shape.num_warps}
+    options = plain_options(shape.num_warps, is_fused=True)
     quantized_matmul_kernel[(cdiv(outputs, block_n), num_blocks)](
         x, weight.words.view(torch.int8), weight.scales, y, y if residual is None else residual,
         x if order is None else order, x if blocks is None else blocks,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import has_dependent_launch, is_interpreted, next_power_of_2
+from engine.ops.launch import has_dependent_launch, next_power_of_2, plain_options
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -36,7 +36,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = next_power_of_2(width)
     dependent = has_dependent_launch(x.device)
-    options = {} if is_interpreted() else {"num_warps": min(8, max(1, block // 256)), "launch_pdl": dependent}
+    options = plain_options(min(8, max(1, block // 256)), is_fused=True) | ({"launch_pdl": True} if dependent else {})
     rms_norm_kernel[(x.numel() // width,)](
         x, weight, y, stride, width, eps, HEADS=heads, BLOCK=block, PDL=dependent, **options
     )

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved, halved_column
-from engine.ops.launch import is_interpreted, next_power_of_2
+from engine.ops.launch import next_power_of_2, plain_options
 from engine.ops.rms_norm import rms_norm_reference
 
 
@@ -31,7 +31,7 @@ def rms_norm_halved_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) ->
     assert x.stride(1) == 1 and weight.is_contiguous() and width % 64 == 0
     y, ordered = (torch.empty(rows, width, dtype=x.dtype, device=x.device) for _ in range(2))
     block = next_power_of_2(width)
-    options = {} if is_interpreted() else {"num_warps": min(8, max(1, block // 256))}
+    options = plain_options(min(8, max(1, block // 256)), is_fused=True)
     rms_norm_halved_kernel[(rows,)](x, weight, y, ordered, x.stride(0), width, eps, BLOCK=block, **options)
     return y, ordered
 

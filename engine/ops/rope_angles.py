@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import next_power_of_2
+from engine.ops.launch import next_power_of_2, plain_options
 
 
 def rope_angles(
@@ -34,7 +34,9 @@ def rope_angles_triton(
     rows, pairs = len(positions), len(inverse_frequencies)
     cos, sin = (torch.empty(rows, pairs, dtype=torch.float32, device=positions.device) for _ in range(2))
     block = next_power_of_2(pairs)
-    rope_angles_kernel[(rows,)](positions, inverse_frequencies, cos, sin, scale, pairs, BLOCK=block)
+    rope_angles_kernel[(rows,)](
+        positions, inverse_frequencies, cos, sin, scale, pairs, BLOCK=block, **plain_options(4, is_fused=True)
+    )
     return cos, sin
 
 

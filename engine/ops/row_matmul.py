@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, is_interpreted, plain_options
 
 BLOCK_ROWS, BLOCK_OUTPUTS = 64, 64
 
@@ -33,7 +33,7 @@ def row_matmul_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
     row_matmul_kernel[(cdiv(outputs, BLOCK_OUTPUTS), cdiv(rows, BLOCK_ROWS))](
         x, weight, y, x.stride(0), rows, outputs, columns, ROWS=BLOCK_ROWS, OUTPUTS=BLOCK_OUTPUTS,
-        INTERPRETED=is_interpreted(), **({} if is_interpreted() else {"num_warps": 4}),
+        INTERPRETED=is_interpreted(), **plain_options(4, is_fused=True),
     )  # fmt: skip
     return y
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.halved import halved, halved_column
-from engine.ops.launch import cdiv, is_interpreted
+from engine.ops.launch import cdiv, plain_options
 
 BLOCK = 1024
 
@@ -48,7 +48,7 @@ def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor, halves: bool = Fals
     assert x.is_contiguous() and gate.stride(1) == 1
     y = torch.empty(rows, width, dtype=gate.dtype, device=x.device)
     sigmoid_gate_kernel[(rows, cdiv(width, BLOCK))](
-        x, gate, y, width, gate.stride(0), HALVES=halves, BLOCK=BLOCK, **({} if is_interpreted() else {"num_warps": 4})
+        x, gate, y, width, gate.stride(0), HALVES=halves, BLOCK=BLOCK, **plain_options(4, is_fused=True)
     )
     return y
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import cdiv, next_power_of_2
+from engine.ops.launch import cdiv, next_power_of_2, plain_options
 
 BLOCK_SIZE = 64
 ROWS = 256
@@ -92,7 +92,7 @@ def window_rows_triton(
     window_rows_kernel[(len(slots), 1 + cdiv(max(num_rows), ROWS))](
         slots, positions, query_starts, context_lens, slot_mapping,
         found.block_tables, found.context_lens, found.slot_mapping, ring,
-        ROWS=ROWS, PADDED=next_power_of_2(ring),
+        ROWS=ROWS, PADDED=next_power_of_2(ring), **plain_options(4, is_fused=True),
     )  # fmt: skip
     return found
 
