@@ -34,9 +34,12 @@ class Reuse:
         cache_key: bytes,
         reuses_decoded: bool,
         tiers: Tiers | None,
+        keeps_inside: bool = False,
     ) -> None:
+        """As the scheduler takes them."""
         self._cache = PrefixCache(pool, num_snapshots, cache_key)
         self._reuses_decoded = reuses_decoded
+        self._keeps_inside = keeps_inside
         self._tiers = tiers
         self._to_store: list[Snapshot] = []
         # by snapshot, so that of two that got the same place the later one counts
@@ -145,16 +148,17 @@ class Reuse:
             state.num_promised_blocks -= missing
 
     def keep_prompt(self, chunk: Chunk) -> list[SnapshotCopy]:
-        """Blocks that a chunk fills are addressed; at its cuts, and where it ends with a block, its state is kept."""
+        """Blocks that a chunk fills are addressed; where it ends with a block, and at cuts inside of it if passes keep
+        states there, its state is kept. A cut may have come after the chunk was made."""
         state = chunk.state
-        cuts = {cut for cut in state.cuts if chunk.start < cut <= chunk.end}
+        inside = {cut for cut in state.cuts if chunk.start < cut < chunk.end} if self._keeps_inside else set()
         copies = []
-        for position in sorted(cuts | {chunk.end}):
+        for position in sorted(inside | {chunk.end}):
             self._cache.extend(state.path, state.token_ids, position, state.block_ids)
             index = self._cache.stand(state.path, is_decoded=False) if position % BLOCK_SIZE == 0 else None
             if index is None:
                 continue
-            if position in cuts:
+            if position in state.cuts:
                 self._store(state.path.latest)
             copies.append(SnapshotCopy(state.slot, index, position))
         return copies

@@ -65,7 +65,7 @@ class Scheduler:
         keeps_inside     a pass leaves states inside a chunk too; otherwise chunks end where states are to stand
         """
         self._pool = BlockPool(num_blocks)
-        self._reuse = Reuse(self._pool, num_snapshots, cache_key, reuses_decoded, tiers)
+        self._reuse = Reuse(self._pool, num_snapshots, cache_key, reuses_decoded, tiers, keeps_inside)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._budget = ChunkBudget(prefill_chunk, longest_gap_s)

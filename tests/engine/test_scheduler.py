@@ -573,6 +573,19 @@ def test_states_stand_inside_of_a_chunk_where_passes_keep_them():
     assert sorted(spans(step(s)[0])) == [("b", 128, 440), ("c", 640, 700)]
 
 
+@pytest.mark.parametrize("keeps_inside", [False, True])
+def test_a_cut_that_comes_after_its_chunk_was_made(keeps_inside):
+    """Two prompts meet in a step: the first has its chunk when it is seen that the second begins alike."""
+    s = scheduler(num_snapshots=8, num_blocks=64, prefill_chunk=256, keeps_inside=keeps_inside)
+    s.add(prompt("first", (1, 192), (2, 300)), seed=0)
+    step(s)
+    s.add(prompt("second", (1, 192), (2, 128), (3, 500)), seed=0)
+    schedule, _ = step(s)
+    assert spans(schedule)[0] == ("first", 256, 492 if keeps_inside else 448)
+    inside = [copy.position for copy in schedule.copies if copy.position != 448]
+    assert inside == ([320] if keeps_inside else [])
+
+
 def test_of_two_states_in_one_place_the_later_one_is_kept():
     s = scheduler(num_snapshots=1, prefill_chunk=1024, keeps_inside=True)
     s.add(prompt("a", (1, 400), marks=(130,)), seed=0)
