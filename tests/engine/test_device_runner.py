@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from engine.convert.convert import convert
 from tests.engine.checkpoints import DENSE, MOE, Geometry, transparent, write_checkpoint
@@ -183,6 +184,27 @@ def test_states_that_a_pass_keeps_on_its_way_are_those_of_passes_that_end_there(
         follow = request("follow", text[:shared] + prompt(shared, 50), max_tokens=30)
         output = finish(ahead, follow)
         assert (output.num_cached_tokens, output.token_ids) == (cached, finish(in_step, follow).token_ids)
+
+
+def test_what_is_kept_of_a_pass_is_what_passes_leave_that_end_there(checkpoint_dir):
+    """States of every layer, taps, and the hidden state of the token before, for MTP."""
+    in_step, ahead = pair(checkpoint_dir, num_drafts=3, prefill_chunk=512)
+    for core in (in_step, ahead):
+        core.add(replace(request("a", prompt(3, 420), max_tokens=1), marks=(150, 330)))
+        core.add(request("b", prompt(4, 90), max_tokens=1))
+        drain(core)
+    expected, found = (snapshots_of(core) for core in (in_step, ahead))
+    assert sorted(depth for depth, _ in found) == sorted(depth for depth, _ in expected) == [64, 128, 320, 384]
+    for key, parts in found.items():
+        for mine, other in zip(parts, expected[key], strict=True):
+            assert mine.abs().sum() > 0 or not other.numel()
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def snapshots_of(core):
+    """By depth and the block they stand after."""
+    standing = core._scheduler._reuse._cache._snapshots
+    return {(s.node.depth, s.node.block_hash): core._runner._snapshots.parts(s.index) for s in standing}
 
 
 def test_a_state_among_accepted_drafts_is_reused(tmp_path):

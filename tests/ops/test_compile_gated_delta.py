@@ -110,7 +110,7 @@ def test_rows_around_the_prompt(capability):
 
 
 def prefill(capability):
-    key_heads, group = MODELS[0]
+    key_heads, group = MODELS[capability == 90]
     constants = {"KEY_HEADS": key_heads, "GROUP": group, "REQUESTS": REQUESTS, "PORTABLE": False}
     return prefill_shape_for(divmod(capability, 10)), constants
 

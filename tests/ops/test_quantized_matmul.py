@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.ops import dequantized_matmul
+from engine.ops import dequantized_matmul, quantized_matmul
 from engine.ops.dequantized_matmul import dequantized_matmul_triton
 from engine.ops.quantized_experts import QuantizedExperts
 from engine.ops.quantized_grouped import (
@@ -157,13 +157,13 @@ def test_matches_the_fixed_tolerance_in_fp32():
     assert_matches(quantized_matmul_reference(x, [weight], torch.float32), exact)
 
 
-def compiled_matmul(capability, shape, is_swiglu, bits=4, sixteens=(), *, is_grouped=True):
+def compiled_matmul(capability, shape, is_swiglu, bits=4, sixteens=(), *, is_grouped=True, has_residual=False):
     pointers = {"x": "bf16", "bytes": "i8", "scales": "fp16", "y": "bf16", "residual": "bf16", "order": "i32"}
     types = {f"{name}_ptr": f"*{kind}" for name, kind in (pointers | {"blocks": "i32"}).items()}
     types |= dict.fromkeys(("x_stride", "y_stride", "rows", "outputs", "groups", "tiles"), "i32")
     constants = {
         "BITS": bits, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "NUM_STAGES": shape.num_stages,
-        "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": not (is_swiglu or is_grouped), "IS_GROUPED": is_grouped,
+        "IS_SWIGLU": is_swiglu, "HAS_RESIDUAL": has_residual, "IS_GROUPED": is_grouped,
         "GATHERS": 8 if is_swiglu and is_grouped else 0, "SCATTERS": is_grouped and not is_swiglu,
         "HALVES_OUTPUT": is_swiglu, "WAITS": capability == 90, "INTERPRETED": False,
     }  # fmt: skip
@@ -186,7 +186,21 @@ def test_weights_stay_in_registers_until_their_products_have_ended(rows, bits):
     large = (9, 0)
     compiled_matmul(90, matmul_shape_for(large, rows, True), True, bits, SIXTEENS)
     compiled_matmul(90, down_shape_for(large, rows), False, bits, SIXTEENS[:-1])
-    compiled_matmul(90, matmul_shape_for(large, rows, False, 2048), False, bits, SIXTEENS, is_grouped=False)
+    for is_swiglu, has_residual in ((False, True), (False, False), (True, False)):
+        shape = matmul_shape_for(large, rows, is_swiglu, 2048)
+        compiled_matmul(90, shape, is_swiglu, bits, SIXTEENS, is_grouped=False, has_residual=has_residual)
+
+
+@pytest.mark.parametrize("capability, waits", [((8, 6), False), ((9, 0), True), ((10, 0), False)])
+def test_they_are_waited_for_on_the_cards_that_read_registers(capability, waits, monkeypatch):
+    """Elsewhere it would only take the sums out of where products leave them."""
+    launched = []
+    kernel = type("Kernel", (), {"__getitem__": lambda _, grid: lambda *_, **options: launched.append(options)})()
+    monkeypatch.setattr(quantized_matmul, "quantized_matmul_kernel", kernel)
+    monkeypatch.setattr(quantized_matmul, "capability_of", lambda _: capability)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    launch_matmul(x, matrix(4, 16, 64, device="cpu"), torch.empty(3, 16), SMALL)
+    assert [options["WAITS"] for options in launched] == [waits]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter replaces the compiler")
