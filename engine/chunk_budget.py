@@ -4,6 +4,7 @@ import math
 
 from config.engine import BLOCK_SIZE
 
+TIMED_SIZES = (BLOCK_SIZE, 16 * BLOCK_SIZE)
 # before anything was measured
 FIRST_TOKENS = 4 * BLOCK_SIZE
 # of the bound that a step is planned to take; the rest is for what differs from step to step
@@ -15,6 +16,11 @@ FADING = 0.85
 # a step may take so many times what the smallest takes: where launching alone takes as long as the bound, small steps
 # gain nobody anything
 LEAST_GAIN = 2.1
+
+
+def sizes_to_time(most: int) -> list[int]:
+    """Prompt tokens of the steps that are timed at the start, so that the first real ones have the right size."""
+    return sorted({size for size in TIMED_SIZES if size < most} | {most})
 
 
 class ChunkBudget:

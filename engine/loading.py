@@ -23,6 +23,7 @@ from engine.cache.state_cache import StateCache, StateSnapshots
 from engine.cache.tiers import Tiers
 from engine.capacity import check_host, choose_demand, free_host_bytes
 from engine.checkpoint_dir import resolve_checkpoint
+from engine.chunk_budget import sizes_to_time
 from engine.constraint import Constraints
 from engine.cuda_graph import GraphPasses
 from engine.decode_pass import DecodePass, DeviceState
@@ -57,8 +58,6 @@ HOST_RESERVE = 2**30
 # rows of prompts for which kernels are compiled at the start: they differ where a number is one, a multiple of 16, or
 # so large that other shapes are worth it
 WARM_SIZES = (1, 16, 17, 64, 65, 192, 193, 1040, 1041, 4096)
-# rows of prompts that are timed at the start, so that the first real ones are cut into steps of the right size
-TIMED_SIZES = (64, 1024)
 # prompts that end in one step: more than a decode pass has requests are sampled and drafted for by other kernels
 WARM_COUNTS = (2, 4, 8, 9, 16, 17, 32)
 
@@ -98,7 +97,7 @@ def load_engine(
     scheduler = _build_scheduler(config, demand, info, key, caches, target.is_ahead)
     if isinstance(runner, DeviceRunner) and target.device.type == "cuda":
         largest = min(demand.prefill_chunk, demand.context)
-        for size, seconds in runner.time_prompts(sorted({size for size in TIMED_SIZES if size < largest} | {largest})):
+        for size, seconds in runner.time_prompts(sizes_to_time(largest)):
             scheduler.expect(size, seconds)
     # a constrained request must not wait for it, nor the others for that request
     wait([vocabulary])

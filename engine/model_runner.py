@@ -206,9 +206,9 @@ def spans_of(schedule: Schedule) -> list[Span]:
     spans, first_row = [], 0
     for chunk in schedule.chunks:
         slot, token_ids = chunk.state.slot, chunk.state.token_ids[chunk.start : chunk.end]
-        inside = [copy for copy in schedule.copies if copy.slot == slot and copy.position < chunk.end]
-        keeps = tuple((copy.position, copy.index) for copy in inside)
-        rows = RequestRows(slot, chunk.start, token_ids, keeps=keeps)
+        own = (copy for copy in schedule.copies if copy.slot == slot)
+        inside = tuple((copy.position, copy.index) for copy in own if copy.position < chunk.end)
+        rows = RequestRows(slot, chunk.start, token_ids, keeps=inside)
         spans.append(Span(chunk.state, rows, first_row, int(chunk.ends_prompt), chunk.restored))
         first_row += len(rows.token_ids)
     for state in schedule.decodes:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.ops.decode_rows import BLOCK_SIZE
 from engine.ops.decode_slots import ACCEPTED, DRAFTS, LIMIT, NEXT, NUM_DRAFTS, POSITION, DecodeSlots
-from engine.ops.launch import has_dependent_launch, next_power_of_2, plain_options
+from engine.ops.launch import has_dependent_launch, launch_options, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,13 @@ def accept_drafts_triton(
         slot_mapping=empty(num_drafts, requests),
         context_lens=empty(num_drafts, requests, dtype=torch.int32),
     )
-    dependent = has_dependent_launch(slots.device)
     accept_drafts_kernel[(requests,)](
         state.numbers, slots, chosen, slot_mapping, block_tables, found.num_tokens, found.record, found.standing,
         found.last_rows, found.positions, found.next_positions, found.slot_mapping, found.context_lens,
         state.numbers.shape[1], block_tables.shape[1],
         ROWS=num_rows, DEPTH=num_drafts, COMMITS=commits,
         PADDED_ROWS=next_power_of_2(num_rows), PADDED_DEPTH=next_power_of_2(max(num_drafts, 1)),
-        PDL=dependent, **plain_options(4, is_fused=True), **({"launch_pdl": True} if dependent else {}),
+        PDL=has_dependent_launch(slots.device), **launch_options(slots.device, 4, is_fused=True),
     )  # fmt: skip
     return found
 

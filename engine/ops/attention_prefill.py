@@ -21,7 +21,7 @@ from engine.ops.attention_tile import LOWEST, multiply
 from engine.ops.coded_kv import CodedKV
 from engine.ops.hadamard import hadamard_triton
 from engine.ops.kv_restore import kv_restore_triton
-from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2
+from engine.ops.launch import capability_of, cdiv, is_interpreted, next_power_of_2, plain_options
 from engine.ops.paged_kv import PagedKV
 from engine.ops.ragged import lengths
 
@@ -31,8 +31,6 @@ MOST_SIDE_BY_SIDE = 4
 # programs that a card takes at a time, the share of them that may find nothing to do, and how many programs' results
 # there is room for where parts are computed side by side
 PROGRAMS, IDLE_SHARE, MOST_PROGRAMS = 132, 0.1, 3 * 132
-# a compiler that joined products and sums in one kernel and not in another would make bits depend on which one ran
-_UNFUSED = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +185,13 @@ class Attention:
         self, rows: PromptRows, numbers: PagedKV, begin: int, first: int, side: int, state: Running | None
     ) -> None:
         planes, stats = (self.output, self.output) if state is None else (state.planes, state.stats)
+        # products and sums joined in one kernel and not in the other would make bits depend on which one ran
         attention_prefill_kernel[self._grid(rows, side)](
             self.query, numbers.keys, numbers.values, rows.tables, rows.starts, rows.context_lens, planes, stats,
             self.scale, rows.tables.stride(0), begin, first, side, len(self.query), PART=self.part, GROUP=self.group,
             BLOCK_M=self.shape.block_m, BLOCK_N=self.shape.block_n, NUM_STAGES=self.shape.num_stages,
             IS_WHOLE=state is None, MERGES=state is not None and state is self.state, PORTABLE=is_interpreted(),
-            num_warps=self.shape.num_warps, **_UNFUSED, **prefill_storage(numbers, self.query.shape[2]),
+            **plain_options(self.shape.num_warps), **prefill_storage(numbers, self.query.shape[2]),
         )  # fmt: skip
 
     def _merge(self, rows: PromptRows, partial: Running, count: int, first: int, is_last: bool) -> None:
@@ -201,7 +200,7 @@ class Attention:
         merge_parts_kernel[(rows.most, len(rows.context_lens))](
             partial.planes, partial.stats, self.state.planes, self.state.stats, self.output, rows.starts, count, first,
             len(self.query), HEADS=heads, BLOCK=next_power_of_2(heads), HEAD_DIM=head_dim, IS_LAST=is_last,
-            num_warps=4, **_UNFUSED,
+            **plain_options(4),
         )  # fmt: skip
 
 

@@ -50,11 +50,16 @@ def plain_options(num_warps: int, *, is_fused: bool = False) -> dict[str, object
     return {} if is_interpreted() else {"num_warps": num_warps, "enable_fp_fusion": is_fused}
 
 
-def launch_options(device: torch.device, num_warps: int, registers: int | None = None) -> dict[str, object]:
-    """registers  of a thread at most. Told of a number, the assembler also uses it: it begins all loads that stand
-    side by side at once, where it would otherwise wait for some before it begins others
+def launch_options(
+    device: torch.device, num_warps: int, registers: int | None = None, *, is_fused: bool = False
+) -> dict[str, object]:
+    """Of a kernel that may start while the one before it ends.
+
+    registers  of a thread at most. Told of a number, the assembler also uses it: it begins all loads that stand side by
+               side at once, where it would otherwise wait for some before it begins others
+    is_fused   as in plain_options
     """
     if is_interpreted():
         return {}
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": has_dependent_launch(device)}
+    options = plain_options(num_warps, is_fused=is_fused) | {"launch_pdl": has_dependent_launch(device)}
     return options if registers is None else options | {"maxnreg": registers}

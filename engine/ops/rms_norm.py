@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.launch import has_dependent_launch, next_power_of_2, plain_options
+from engine.ops.launch import has_dependent_launch, launch_options, next_power_of_2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,10 +35,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     assert x.dim() == 2 or x.is_contiguous() or (x.dim() == 3 and heads == x.shape[1] and x.stride(1) == width)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = next_power_of_2(width)
-    dependent = has_dependent_launch(x.device)
-    options = plain_options(min(8, max(1, block // 256)), is_fused=True) | ({"launch_pdl": True} if dependent else {})
+    options = launch_options(x.device, min(8, max(1, block // 256)), is_fused=True)
     rms_norm_kernel[(x.numel() // width,)](
-        x, weight, y, stride, width, eps, HEADS=heads, BLOCK=block, PDL=dependent, **options
+        x, weight, y, stride, width, eps, HEADS=heads, BLOCK=block, PDL=has_dependent_launch(x.device), **options
     )
     return y
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from engine.chunk_budget import sizes_to_time
 from engine.scheduler import Scheduler
 from tests.bench.replay.generate import Traffic, generate
 from tests.bench.replay.policies import EVICTION, PLACEMENT
 from tests.bench.replay.simulate import Costs, Record, Result, Simulation, percentile, result_of
 from tests.bench.replay.trace import Call, Piece, read_trace, write_trace
 
-TIMED_SIZES = (64, 1024)
 SMALL = Traffic(num_agents=3, num_tasks=2, num_steps=6, num_questions=10)
 HEAD = " | ".join(field.name for field in fields(Result))
 
@@ -62,7 +62,7 @@ def scheduler_of(arguments: argparse.Namespace, eviction: str = "chosen", **chan
         keeps_inside=not arguments.cuts,
     )
     # as an engine on a GPU times them at its start
-    for size in sorted({size for size in TIMED_SIZES if size < sizes["chunk"]} | {sizes["chunk"]}):
+    for size in sizes_to_time(sizes["chunk"]):
         scheduler.expect(size, costs_of(arguments).of_prompt(size))
     scheduler._reuse._cache = EVICTION[eviction](scheduler._pool, sizes["snapshots"], b"")
     return scheduler
